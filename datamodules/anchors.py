@@ -1,0 +1,60 @@
+"""Puts anchors, documents and padding in their places: the tokens and document numbers of a batch of rows.
+
+    anchor=row_start        tokens    A a a a b b -     document  0 1 1 1 2 2 -1
+    anchor=every_document   tokens    A a a a A b b     document  1 1 1 1 2 2  2
+    anchor=none             tokens    a a a b b - -     document  1 1 1 2 2 -1 -1
+
+Shape letters: B rows, T tokens in a row, P pieces of documents in the batch.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from modules.batch import PADDING, SHARED_ANCHOR
+
+
+class Layout(NamedTuple):
+    """Where the pieces of B rows stand and come from.
+
+    Whatever fills rows from this goes piece by piece with slices: documents are long, and a slice moves their tokens
+    several times faster than arrays of indices do.
+    """
+
+    begin_P: np.ndarray
+    """int64, first place of each piece in the flattened B x T batch: its anchor copy's where it has one."""
+    width_P: np.ndarray
+    """int64, places the piece takes, its anchor copy included."""
+    copy_P: np.ndarray
+    """bool, whether a copy of the anchor stands in front."""
+    number_P: np.ndarray
+    """int64, 1, 2, ... in each row."""
+    source_P: np.ndarray
+    """int64, where the piece's tokens begin in the store."""
+    shared_B: np.ndarray
+    """bool, whether the row begins with a shared anchor."""
+    filled_B: np.ndarray
+    """int64, places of the row before its padding."""
+
+
+def place_tokens(layout: Layout, store: np.ndarray, *, context_length: int, anchor_id: int, pad_id: int) -> np.ndarray:
+    """int64 [B, T] token ids, copied from the flat `store`."""
+    tokens_BT = np.full((len(layout.filled_B), context_length), pad_id, np.int64)
+    tokens_BT[layout.shared_B, 0] = anchor_id
+    flat = tokens_BT.reshape(-1)
+    flat[layout.begin_P[layout.copy_P]] = anchor_id
+    begins, lengths = layout.begin_P + layout.copy_P, layout.width_P - layout.copy_P
+    for begin, length, source in zip(begins.tolist(), lengths.tolist(), layout.source_P.tolist(), strict=True):
+        flat[begin : begin + length] = store[source : source + length]
+    return tokens_BT
+
+
+def number_documents(layout: Layout, *, context_length: int) -> np.ndarray:
+    """int32 [B, T]: 0 the shared anchor, 1, 2, ... the pieces of each row from left to right, -1 padding."""
+    document_BT = np.full((len(layout.filled_B), context_length), PADDING, np.int32)
+    document_BT[layout.shared_B, 0] = SHARED_ANCHOR
+    flat = document_BT.reshape(-1)
+    begins, widths = layout.begin_P.tolist(), layout.width_P.tolist()
+    for begin, width, number in zip(begins, widths, layout.number_P.tolist(), strict=True):
+        flat[begin : begin + width] = number
+    return document_BT

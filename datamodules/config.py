@@ -1,0 +1,74 @@
+"""What the data settings are: which text, how it becomes tokens, how documents become rows."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Documents and the rows made of them.
+
+    Raises:
+        ValueError: one line for every setting out of range.
+    """
+
+    corpus: str = "python_stdlib"
+    """`python_stdlib` (this Python's own source files, one a document) or the path of a `.jsonl` file."""
+    text_field: str = "text"
+    """Key of a jsonl line's object that holds the document's text."""
+    tokenizer: str = "byte"
+    """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one."""
+    context_length: int = 2048
+    """Length of a row in tokens, anchors included."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """`concatenate`: documents end to end, cut at row ends. `best_fit`: no document that fits a row is cut."""
+    long_documents: Literal["split", "truncate", "drop"] = "split"
+    """What happens to a document longer than a whole row."""
+    tail: Literal["drop", "pad"] = "drop"
+    """What happens to the last, partly filled row of `concatenate` (`best_fit` pads every row)."""
+    anchor: Literal["auto", "row_start", "every_document", "none"] = "auto"
+    """Where anchor (BOS) tokens stand: one that the row shares, one before each document, none; `auto` asks the
+    attention strategy."""
+    positions: Literal["auto", "continuous", "reset"] = "auto"
+    """Position of a token: its index in the row, or restarted in each document; `auto` asks the strategy."""
+    labels: Literal["within_document", "across"] = "within_document"
+    """Whether a document's last token has to predict the next document's first."""
+    anchor_token: str | None = None
+    """Text of the anchor token; None is the tokenizer's own BOS."""
+    end_of_document: str | None = None
+    """Text of the token that ends each document and belongs to it; None is the tokenizer's EOS, "" is none."""
+    validation_fraction: float = 0.05
+    """About this share of the documents is kept for validation."""
+    validation_tokens: int = 65536
+    """At most so many tokens are kept for validation."""
+    shuffle_seed: int = 0
+    """Decides which documents validate and in which order the others are packed; not the order of rows."""
+    workers: int = 0
+    """Processes that make rows beside the training process; 0 makes them in it."""
+
+    def __post_init__(self) -> None:
+        broken = []
+        for name, kind in get_type_hints(type(self)).items():  # OmegaConf checks these too, plain Python does not
+            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                broken.append(f"data.{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}.")
+        if not self.corpus:
+            broken.append("data.corpus is empty. Set python_stdlib or the path of a .jsonl file.")
+        if not self.text_field:
+            broken.append("data.text_field is empty. Set the key that holds the text in each line.")
+        if not self.tokenizer:
+            broken.append("data.tokenizer is empty. Set byte or the path of a tokenizer.json.")
+        if self.context_length < 2:
+            broken.append(f"data.context_length={self.context_length} leaves nothing to predict. Set 2 or more tokens.")
+        if not 0 < self.validation_fraction < 1:
+            broken.append(
+                f"data.validation_fraction={self.validation_fraction} leaves no document to validate or to train on. "
+                "Set a share between 0 and 1, such as 0.05."
+            )
+        if self.validation_tokens < 2:
+            broken.append(f"data.validation_tokens={self.validation_tokens} allows no target. Set 2 or more tokens.")
+        if self.shuffle_seed < 0:
+            broken.append(f"data.shuffle_seed={self.shuffle_seed} is no seed. Set 0 or more.")
+        if self.workers < 0:
+            broken.append(f"data.workers={self.workers} is no number of processes. Set 0 or more.")
+        if broken:
+            raise ValueError("\n".join(broken))

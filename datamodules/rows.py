@@ -1,0 +1,93 @@
+"""Rows made when asked for, from a plan and the token store.
+
+Shape letters: B rows, T tokens in a row.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from datamodules.anchors import Layout, number_documents, place_tokens
+from datamodules.labels import next_token_labels
+from datamodules.positions import token_positions
+from datamodules.splits import PackedPart
+from datamodules.token_store import TokenStore
+from datamodules.tokenizers import Tokenizer
+from modules.batch import PackedBatch
+
+NO_ROW = -1
+"""Asked for as a row, gives one of padding alone (evens out the last batches of several ranks)."""
+
+
+class PackedRows(Dataset[PackedBatch]):
+    """All rows of a plan; `rows[[3, 0]]` is a batch of two.
+
+    Args:
+        part: documents of `store` and their plan.
+        tokenizer: gives the anchor and padding ids; not kept.
+        positions, labels: as in DataConfig, resolved.
+        anchor_copies_at_zero: every copy of the anchor at position 0 (what the anchor strategy wants).
+    """
+
+    def __init__(
+        self,
+        part: PackedPart,
+        store: TokenStore,
+        tokenizer: Tokenizer,
+        *,
+        positions: Literal["continuous", "reset"],
+        labels: Literal["within_document", "across"],
+        anchor_copies_at_zero: bool = False,
+    ) -> None:
+        self.plan = part.plan
+        self.store = store
+        self.anchor_id, self.pad_id = tokenizer.anchor_id, tokenizer.pad_id
+        self.positions, self.labels = positions, labels
+        self.anchor_copies_at_zero = anchor_copies_at_zero
+        begins = np.asarray(store.ends) - store.lengths
+        self._source = begins[part.documents][self.plan.piece_document] + self.plan.piece_start
+
+    def __len__(self) -> int:
+        return self.plan.rows
+
+    def __getitem__(self, rows: Sequence[int] | np.ndarray) -> PackedBatch:
+        layout = self._layout(np.asarray(rows, np.int64))
+        context_length = self.plan.context_length
+        tokens_BT = place_tokens(
+            layout,
+            np.asarray(self.store.tokens),  # a plain view: slices of a memmap object cost several times as much
+            context_length=context_length,
+            anchor_id=self.anchor_id,
+            pad_id=self.pad_id,
+        )
+        document_BT = number_documents(layout, context_length=context_length)
+        labels_BT = next_token_labels(tokens_BT, layout, self.labels)
+        position_BT = token_positions(
+            layout,
+            context_length=context_length,
+            positions=self.positions,
+            anchor_copies_at_zero=self.anchor_copies_at_zero,
+        )
+        return PackedBatch(*map(torch.from_numpy, (tokens_BT, labels_BT, document_BT, position_BT)))
+
+    def _layout(self, rows: np.ndarray) -> Layout:
+        plan = self.plan
+        first, real = plan.row_first_piece, rows != NO_ROW
+        count = np.where(real, first[rows + 1] - first[rows], 0)
+        row = np.repeat(np.arange(rows.size), count)
+        number = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)  # 0, 1, ... in each row
+        piece = first[rows][row] + number
+        width = plan.piece_width[piece]
+        shared = real & (plan.anchor == "row_start")
+        return Layout(
+            begin_P=row * plan.context_length + plan.piece_offset[piece],
+            width_P=width,
+            copy_P=plan.piece_anchor[piece],
+            number_P=number + 1,
+            source_P=self._source[piece],
+            shared_B=shared,
+            filled_B=np.bincount(row, width, rows.size).astype(np.int64) + shared,
+        )

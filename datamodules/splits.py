@@ -1,0 +1,89 @@
+"""Which documents train and which validate, and how each part is packed. From lengths alone, without torch."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from datamodules.config import DataConfig
+from datamodules.packing import PackPlan, plan_rows
+
+
+class PackedPart(NamedTuple):
+    """The training or the validation documents and their rows."""
+
+    documents: np.ndarray
+    """int64, documents of the store in the order they were packed; `plan.piece_document` indexes this."""
+    plan: PackPlan
+
+
+def split_documents(
+    lengths: np.ndarray, *, validation_fraction: float, validation_tokens: int, shuffle_seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training, validation) documents, both in shuffled order, every document in one of them.
+
+    Of the shuffled documents the first `validation_fraction` (at least one) are asked in turn: each validates while
+    the tokens of all such stay within `validation_tokens`, else it trains. Nothing else takes part, so all runs
+    over one store with one seed validate on the same documents.
+
+        lengths 5 9 2 4, shuffled 1 2 0 3, fraction 0.75, at most 8 tokens  ->  validation 2 0, training 1 3
+
+    Raises:
+        ValueError: no document or no target is left to validate on, or no document to train on.
+    """
+    order = np.random.default_rng(shuffle_seed).permutation(lengths.size)
+    asked = order[: max(1, round(validation_fraction * lengths.size))]
+    left = validation_tokens
+    chosen = np.zeros(lengths.size, bool)
+    for document, length in zip(asked.tolist(), lengths[asked].tolist(), strict=True):
+        if length <= left:
+            chosen[document] = True
+            left -= length
+    if not (lengths[chosen] > 1).any():
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction} and data.validation_tokens={validation_tokens} leave no "
+            f"document to validate on: {asked.size} of {lengths.size} were asked, the shortest of them with "
+            f"{lengths[asked].min()} tokens (one of 2 or more is needed). Set more data.validation_tokens or a larger "
+            "data.validation_fraction."
+        )
+    if chosen.all():
+        raise ValueError(
+            f"data.validation_fraction={validation_fraction} leaves none of {lengths.size} documents to train on. "
+            "Set a smaller fraction or a corpus of more documents."
+        )
+    return order[~chosen[order]], order[chosen[order]]
+
+
+def plan_parts(lengths: np.ndarray, config: DataConfig) -> tuple[PackedPart, PackedPart]:
+    """(training, validation), packed.
+
+    Validation is always `best_fit` with long documents split and nothing dropped, so that every strategy and both
+    placements of anchors score the same targets.
+
+    Args:
+        lengths: int64, tokens of each document of the store.
+        config: `anchor` resolved (not `auto`).
+    Raises:
+        ValueError: nothing left to train or validate on, or no full row.
+    """
+    training, validation = split_documents(
+        lengths,
+        validation_fraction=config.validation_fraction,
+        validation_tokens=config.validation_tokens,
+        shuffle_seed=config.shuffle_seed,
+    )
+    unhurt = replace(config, packing="best_fit", long_documents="split", tail="pad")
+    return _pack(training, lengths, config), _pack(validation, lengths, unhurt)
+
+
+def _pack(documents: np.ndarray, lengths: np.ndarray, config: DataConfig) -> PackedPart:
+    assert config.anchor != "auto", "whoever knows the attention strategy resolves data.anchor"
+    plan = plan_rows(
+        lengths[documents],
+        context_length=config.context_length,
+        anchor=config.anchor,
+        packing=config.packing,
+        long_documents=config.long_documents,
+        tail=config.tail,
+    )
+    return PackedPart(documents, plan)

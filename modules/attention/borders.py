@@ -1,0 +1,164 @@
+"""Where documents begin and end: made once per batch, shared by all layers.
+
+Shape letters: B rows, T tokens in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from modules.attention.strategies import Strategy, visible_pairs
+from modules.batch import PADDING, SHARED_ANCHOR
+
+
+class Segment(NamedTuple):
+    """Tokens `start .. stop - 1` of one row that attend causally among themselves, or padding, which does not."""
+
+    row: int
+    start: int
+    stop: int
+    sees_anchor: bool
+    """Whether they also see the row's first token, which then is the shared anchor and no part of the segment."""
+    padding: bool
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens of one row with one document number."""
+
+    row: int
+    start: int
+    stop: int
+    document: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Borders:
+    """The documents of one batch, known on the host. Build with `Borders.of`.
+
+    document_BT  0 1 1 1 2 2 -1 -1     one row, B * T = 8
+    runs         0 | 1 1 1 | 2 2 | -1 -1
+    cu_seqlens   0   1       4     6      8
+    """
+
+    document_BT: Tensor
+    """Integer, on the batch's device: 0 the shared anchor, 1, 2, ... documents, -1 padding."""
+    runs: tuple[Run, ...]
+    """Every token of the batch once and in order; a run is never empty and never crosses rows."""
+    _segments: dict[tuple[str, bool], tuple[Segment, ...]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, document_BT: Tensor) -> Borders:
+        """Read the borders off the document numbers. Waits for the device once.
+
+        Raises:
+            ValueError: not a [B, T] tensor of integers; a number below -1; the shared anchor (0) other than as one
+                token at the start of a row; padding (-1) before a row's end; a document in several pieces.
+        """
+        if document_BT.ndim != 2 or document_BT.numel() == 0 or document_BT.dtype.is_floating_point:
+            raise ValueError(
+                f"document_BT has shape {tuple(document_BT.shape)} and dtype {document_BT.dtype}. "
+                "It must hold one integer document number per token, in a non-empty shape [rows, tokens]."
+            )
+        document = document_BT.detach().cpu().numpy()
+        runs = tuple(_runs(document))
+        _check(runs, tokens=document.shape[1])
+        return cls(document_BT=document_BT, runs=runs)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [runs + 1]: where each run starts in the batch laid out as B * T tokens, then B * T."""
+        tokens = self.document_BT.shape[1]
+        starts = [run.row * tokens + run.start for run in self.runs]
+        return torch.tensor([*starts, self.document_BT.numel()], dtype=torch.int32, device=self.document_BT.device)
+
+    @cached_property
+    def max_seqlen(self) -> int:
+        """Tokens of the longest run."""
+        return max(run.stop - run.start for run in self.runs)
+
+    def segments(self, strategy: Strategy) -> tuple[Segment, ...]:
+        """The strategy as causal segments that cover every token of the batch once and in order.
+
+            anchor   A a a | b b | - -     A stands in the first segment and is seen from the second one
+            full     A a a b b | - -       - is padding
+
+        A window or a sink is not expressed here: they narrow each segment, and a kernel that cannot says so.
+        """
+        # Only these two fields of a strategy decide, so all strategies that agree in them share the result.
+        key = (strategy.scope, strategy.anchor)
+        if key not in self._segments:
+            self._segments[key] = tuple(self._merged(strategy))
+        return self._segments[key]
+
+    def visible_pairs(self, strategy: Strategy) -> int:
+        """(query, key) pairs that the strategy lets see each other, in the whole batch."""
+        documents = [run for run in self.runs if run.document > SHARED_ANCHOR]
+        lengths = np.array([run.stop - run.start for run in documents], dtype=np.int64)
+        rows = np.array([run.row for run in documents], dtype=np.int64)
+        anchored = {run.row for run in self.runs if run.document == SHARED_ANCHOR}
+        total = 0
+        for anchor_tokens, group in ((1, anchored), (0, set(range(self.document_BT.shape[0])) - anchored)):
+            if group:
+                inside = np.isin(rows, list(group))
+                _, row = np.unique(rows[inside], return_inverse=True)
+                total += int(visible_pairs(strategy, lengths[inside], row, anchor_tokens, len(group)).sum())
+        return total
+
+    def _merged(self, strategy: Strategy) -> Iterator[Segment]:
+        """Join neighbouring runs that attend causally as one."""
+        joined: Segment | None = None
+        has_anchor = False
+        for run in self.runs:
+            padding = run.document == PADDING
+            if run.start == 0:
+                has_anchor = strategy.anchor and run.document == SHARED_ANCHOR
+            # Under a shared anchor the first document and the anchor before it are one causal segment.
+            together = strategy.scope == "row" or (has_anchor and joined is not None and joined.stop == 1)
+            if joined is not None and joined.row == run.row and together and not padding:
+                joined = joined._replace(stop=run.stop)
+                continue
+            if joined is not None:
+                yield joined
+            sees_anchor = has_anchor and run.start > 0 and not padding
+            joined = Segment(run.row, run.start, run.stop, sees_anchor=sees_anchor, padding=padding)
+        assert joined is not None, "a batch holds at least one token"
+        yield joined
+
+
+def _runs(document: NDArray[np.integer]) -> Iterator[Run]:
+    """Split each row where the document number changes."""
+    for row, numbers in enumerate(document):
+        cuts = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
+        for start, stop in pairwise(cuts):
+            yield Run(row, start, stop, int(numbers[start]))
+
+
+def _check(runs: tuple[Run, ...], *, tokens: int) -> None:
+    """Hold the document numbers to what strategies and kernels rely on."""
+    seen: set[tuple[int, int]] = set()
+    for run in runs:
+        where = f"document_BT: row {run.row}, tokens {run.start} to {run.stop - 1}"
+        if run.document < PADDING:
+            raise ValueError(f"{where} have document number {run.document}. Only {PADDING} (padding) is negative.")
+        if run.document == SHARED_ANCHOR and (run.start > 0 or run.stop > 1):
+            raise ValueError(
+                f"{where} have document number {SHARED_ANCHOR}, the shared anchor, which is one token at the start of "
+                "a row. Number documents from 1."
+            )
+        if run.document == PADDING and run.stop < tokens:
+            raise ValueError(f"{where} are padding ({PADDING}), which may stand only at the end of a row.")
+        if (run.row, run.document) in seen:
+            raise ValueError(
+                f"{where} continue document {run.document}, which began earlier in that row. A document must stand in "
+                "one piece: give its other piece a number of its own."
+            )
+        seen.add((run.row, run.document))

@@ -1,0 +1,230 @@
+"""Llama: a decoder of RMSNorm, rotary grouped-query attention and SwiGLU, whose attention strategy is a setting.
+
+    tokens -> embedding -> layers x [ + attention(norm) ; + mlp(norm) ] -> norm -> head
+
+Modules and parameters carry Hugging Face's names (`layers.0.self_attn.q_proj.weight`); only their `model.` in front of
+everything but `lm_head` is left out.
+
+Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, D width of a head, E width,
+V vocabulary.
+Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783; `LlamaForCausalLM` of Hugging Face's transformers.
+"""
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from modules.attention.attend import attend
+from modules.attention.borders import Borders
+from modules.attention.strategies import Strategy
+from modules.autocast import product_dtype, without_autocast
+from modules.rotary import RotaryConfig, RotaryTables, apply_rotary, rotary_tables
+
+INITIAL_SPREAD = 0.02
+"""Standard deviation of every matrix at the start; those that write to the residual stream are narrower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The complete shape of a model.
+
+    Raises:
+        ValueError: a size is below 1, or sizes do not fit one another; all broken rules at once.
+    """
+
+    vocabulary_size: int
+    width: int
+    """E, of the residual stream."""
+    layers: int
+    heads: int
+    """H, of queries."""
+    kv_heads: int
+    """G, of keys and values: H is multi-head, 1 multi-query, between them grouped-query attention."""
+    head_width: int
+    """D, even. H * D need not be E."""
+    hidden_width: int
+    """Inside the SwiGLU."""
+    norm_epsilon: float
+    tied_embeddings: bool
+    """One matrix is both embedding and head."""
+    rope_theta: float
+    max_positions: int
+    """Positions the model is made for."""
+
+    def __post_init__(self) -> None:
+        broken = [
+            f"{f.name}={value!r} must be at least 1."
+            for f in fields(self)
+            if f.type is int and (value := getattr(self, f.name)) < 1
+        ]
+        for name in ("norm_epsilon", "rope_theta"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                broken.append(f"{name}={value!r} must be a finite number above 0.")
+        if not broken and self.heads % self.kv_heads:
+            broken.append(
+                f"heads={self.heads} is no multiple of kv_heads={self.kv_heads}: "
+                "set kv_heads to a divisor of heads, so that each serves equally many queries."
+            )
+        if self.head_width % 2:
+            broken.append(f"head_width={self.head_width} must be even: the rotary embedding turns pairs.")
+        if broken:
+            raise ValueError("\n".join(broken))
+
+
+class Llama(nn.Module):
+    """The decoder, from tokens to hidden states; `logits` or a chunked loss takes it from there."""
+
+    def __init__(self, config: LlamaConfig, *, strategy: Strategy, kernel: str, rotary: RotaryConfig) -> None:
+        """Builds on the current default device, the meta device included, with fresh weights.
+
+        Args:
+            config: the shape.
+            strategy: which keys each query may see.
+            kernel: name of what computes the attention: speed, not result.
+            rotary: theta (None: the shape's own) and where the rotation rounds.
+        """
+        super().__init__()
+        self.config, self.strategy, self.rotary = config, strategy, rotary
+        self.theta = config.rope_theta if rotary.theta is None else rotary.theta
+        self.embed_tokens = Embedding(config.vocabulary_size, config.width)
+        self.layers = nn.ModuleList(
+            Layer(config, strategy=strategy, kernel=kernel, rotary=rotary) for _ in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.lm_head = None if config.tied_embeddings else Projection(config.width, config.vocabulary_size)
+
+    @property
+    def head_weight_VE(self) -> Tensor:
+        """The matrix from hidden states to logits, also where it is the embedding."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, tokens_BT: Tensor, position_BT: Tensor, borders: Borders) -> Tensor:
+        """Hidden states after the last norm, [B, T, E].
+
+        Args:
+            tokens_BT: int64 token ids.
+            position_BT: int64 positions for the rotary embedding.
+            borders: where documents begin and end in these rows.
+        """
+        hidden_BTE = self.embed_tokens(tokens_BT)
+        tables = rotary_tables(
+            position_BT,
+            config=self.rotary,
+            head_width=self.config.head_width,
+            theta=self.theta,
+            compute_dtype=product_dtype(hidden_BTE),
+        )
+        for layer in self.layers:
+            hidden_BTE = layer(hidden_BTE, tables, borders)
+        return self.norm(hidden_BTE)
+
+    def logits(self, hidden_BTE: Tensor) -> Tensor:
+        """Scores of every next token, [B, T, V], all at once: for tests and short rows."""
+        return F.linear(hidden_BTE, self.head_weight_VE)
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter anew, as after `to_empty` of a model built on the meta device."""
+        for module in self.modules():
+            if module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+
+
+class Layer(nn.Module):
+    """Attention and SwiGLU, each on the normed residual stream and added back to it."""
+
+    def __init__(self, config: LlamaConfig, *, strategy: Strategy, kernel: str, rotary: RotaryConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.self_attn = Attention(config, strategy=strategy, kernel=kernel, rotary=rotary)
+        self.post_attention_layernorm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, hidden_BTE: Tensor, tables: RotaryTables, borders: Borders) -> Tensor:
+        hidden_BTE = hidden_BTE + self.self_attn(self.input_layernorm(hidden_BTE), tables, borders)
+        return hidden_BTE + self.mlp(self.post_attention_layernorm(hidden_BTE))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, *, strategy: Strategy, kernel: str, rotary: RotaryConfig) -> None:
+        super().__init__()
+        self.strategy, self.kernel, self.precision = strategy, kernel, rotary.precision
+        self.head_width = config.head_width
+        q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
+        self.q_proj = Projection(config.width, q_width)
+        self.k_proj = Projection(config.width, kv_width)
+        self.v_proj = Projection(config.width, kv_width)
+        self.o_proj = Projection(q_width, config.width, spread=_residual_spread(config))
+
+    def forward(self, hidden_BTE: Tensor, tables: RotaryTables, borders: Borders) -> Tensor:
+        q_BHTD, k_BGTD, v_BGTD = (
+            project(hidden_BTE).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q_BHTD, k_BGTD = apply_rotary(q_BHTD, k_BGTD, tables, self.precision)
+        # Attention computes in the dtype that the policy hands over; autocast would undo a wide one inside the kernel.
+        with without_autocast(hidden_BTE):
+            out_BHTD = attend(q_BHTD, k_BGTD, v_BGTD.to(q_BHTD.dtype), borders, self.strategy, kernel=self.kernel)
+        return self.o_proj(out_BHTD.to(v_BGTD.dtype).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Projection(config.width, config.hidden_width)
+        self.up_proj = Projection(config.width, config.hidden_width)
+        self.down_proj = Projection(config.hidden_width, config.width, spread=_residual_spread(config))
+
+    def forward(self, hidden_BTE: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden_BTE)) * self.up_proj(hidden_BTE))
+
+
+class Projection(nn.Linear):
+    """A matrix without bias that starts normal, with a spread of its own."""
+
+    def __init__(self, inputs: int, outputs: int, *, spread: float = INITIAL_SPREAD) -> None:
+        self.spread = spread  # first, since nn.Linear's constructor calls reset_parameters
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        _draw_normal(self.weight, self.spread)
+
+
+class Embedding(nn.Embedding):
+    """A row per token that starts normal."""
+
+    def reset_parameters(self) -> None:
+        _draw_normal(self.weight, INITIAL_SPREAD)
+
+
+def parameter_count(config: LlamaConfig) -> int:
+    """Parameters of the model, a tied matrix once, without building it."""
+    c = config
+    embeddings = (1 if c.tied_embeddings else 2) * c.vocabulary_size * c.width
+    norms = (2 * c.layers + 1) * c.width
+    return embeddings + norms + c.layers * layer_matrix_parameters(c)
+
+
+def layer_matrix_parameters(config: LlamaConfig) -> int:
+    """Elements of one layer's matrices: what each token is multiplied with."""
+    c = config
+    attention = 2 * c.width * c.head_width * (c.heads + c.kv_heads)
+    return attention + 3 * c.width * c.hidden_width
+
+
+def _residual_spread(config: LlamaConfig) -> float:
+    """Keeps the residual stream's variance from growing with depth: 2 * layers matrices add to it (GPT-2)."""
+    return INITIAL_SPREAD / math.sqrt(2 * config.layers)
+
+
+@torch.no_grad()
+def _draw_normal(weight: Tensor, spread: float) -> None:
+    """Drawn in float32 whatever the weight's dtype: one seed gives the same weights, rounded, in every dtype."""
+    weight.copy_(torch.empty_like(weight, dtype=torch.float32).normal_(std=spread))

@@ -1,0 +1,152 @@
+"""Shapes of known Llamas, and the settings that pick and change one.
+
+    model.preset=llama3_8b  model.overrides={layers: 4}  ->  LlamaConfig, complete and checked
+
+Sources: the `config.json` of the model named beside each published shape.
+"""
+
+import difflib
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from modules.llama import LlamaConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A shape as published; `head_width` is width / heads in all of them. Fields as in `LlamaConfig`."""
+
+    vocabulary_size: int | None
+    """None: as many as the tokenizer has."""
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden_width: int
+    norm_epsilon: float = 1e-5
+    tied_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    max_positions: int = 2048
+
+
+PRESETS: dict[str, Preset] = {
+    # Ours, for tests and laptops. Parameters with the byte vocabulary of 258: 1.0 and 15 million.
+    "debug": Preset(
+        vocabulary_size=None, width=128, layers=4, heads=4, kv_heads=2, hidden_width=512, tied_embeddings=True,
+    ),
+    "tiny": Preset(
+        vocabulary_size=None, width=384, layers=8, heads=6, kv_heads=2, hidden_width=1280, tied_embeddings=True,
+    ),
+    # Published.
+    "smollm2_135m": Preset(  # HuggingFaceTB/SmolLM2-135M
+        vocabulary_size=49_152, width=576, layers=30, heads=9, kv_heads=3, hidden_width=1536,
+        tied_embeddings=True, rope_theta=100_000.0, max_positions=8192,
+    ),
+    "tinyllama_1_1b": Preset(  # TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
+        vocabulary_size=32_000, width=2048, layers=22, heads=32, kv_heads=4, hidden_width=5632,
+    ),
+    "llama3_2_1b": Preset(  # meta-llama/Llama-3.2-1B, whose checkpoint also scales its frequencies (`rotary.scaling`)
+        vocabulary_size=128_256, width=2048, layers=16, heads=32, kv_heads=8, hidden_width=8192,
+        tied_embeddings=True, rope_theta=500_000.0, max_positions=131_072,
+    ),
+    "llama2_7b": Preset(  # meta-llama/Llama-2-7b-hf
+        vocabulary_size=32_000, width=4096, layers=32, heads=32, kv_heads=32, hidden_width=11_008, max_positions=4096,
+    ),
+    "llama3_8b": Preset(  # meta-llama/Meta-Llama-3-8B
+        vocabulary_size=128_256, width=4096, layers=32, heads=32, kv_heads=8, hidden_width=14_336,
+        rope_theta=500_000.0, max_positions=8192,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    preset: str = "debug"
+    """A name in PRESETS."""
+    max_positions: int | None = None
+    """Positions the model is made for. None: the preset's."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Fields of `LlamaConfig` that differ from the preset. Without `head_width` a head is width / heads wide."""
+
+    def __post_init__(self) -> None:
+        broken = []
+        if self.preset not in PRESETS:
+            broken.append(f"model.preset={self.preset!r} is not known.{_suggestion(self.preset, list(PRESETS))}")
+        if self.max_positions is not None and self.max_positions < 1:
+            broken.append(f"model.max_positions={self.max_positions} must be at least 1, or null for the preset's.")
+        if (
+            self.max_positions is not None
+            and self.overrides.get("max_positions", self.max_positions) != self.max_positions
+        ):
+            broken.append(
+                f"model.max_positions={self.max_positions} and model.overrides.max_positions="
+                f"{self.overrides['max_positions']!r} contradict each other. Leave one out."
+            )
+        for key, value in self.overrides.items():
+            if key not in _FIELD_TYPES:
+                broken.append(f"model.overrides.{key} is not known.{_suggestion(key, list(_FIELD_TYPES))}")
+            elif not _fits(value, _FIELD_TYPES[key]):
+                broken.append(f"model.overrides.{key}={value!r} must be of type {_FIELD_TYPES[key].__name__}.")
+        if broken:
+            raise ValueError("\n".join(broken))
+
+    def resolve(self, vocabulary_size: int, rope_theta: float | None = None) -> LlamaConfig:
+        """The complete shape.
+
+        Args:
+            vocabulary_size: the tokenizer's.
+            rope_theta: `rotary.theta`, which wins over the preset's; None where it is not set.
+        Raises:
+            ValueError: the tokenizer does not fit the vocabulary, sizes do not fit one another, or theta is set
+                twice; all broken rules at once, with their keys.
+        """
+        shape = asdict(PRESETS[self.preset]) | self.overrides
+        broken = []
+        if self.max_positions is not None:
+            shape["max_positions"] = self.max_positions
+        if rope_theta is not None:
+            if self.overrides.get("rope_theta", rope_theta) != rope_theta:
+                broken.append(
+                    f"rotary.theta={rope_theta} and model.overrides.rope_theta={self.overrides['rope_theta']} "
+                    "contradict each other. Leave one out."
+                )
+            shape["rope_theta"] = rope_theta
+        if shape["vocabulary_size"] is None:
+            shape["vocabulary_size"] = vocabulary_size
+        elif vocabulary_size > shape["vocabulary_size"]:
+            broken.append(
+                f"model.overrides.vocabulary_size: the model has {shape['vocabulary_size']} tokens, the tokenizer "
+                f"{vocabulary_size}. Set it to at least {vocabulary_size}, or data.tokenizer to a smaller one."
+            )
+        if "head_width" not in shape:
+            width, heads = shape["width"], shape["heads"]
+            if heads >= 1 and width % heads:
+                broken.append(
+                    f"model.overrides.width: width={width} is no multiple of heads={heads}. "
+                    "Change one of them or set model.overrides.head_width."
+                )
+            shape["head_width"] = max(width // max(heads, 1), 1)
+        try:
+            config = LlamaConfig(**shape)
+        except ValueError as error:
+            broken += [f"model.overrides.{line}" for line in str(error).splitlines()]
+        if broken:
+            raise ValueError("\n".join(broken))
+        return config
+
+
+_FIELD_TYPES: dict[str, type] = {f.name: f.type for f in fields(LlamaConfig)}  # type: ignore[misc]
+
+
+def _fits(value: object, expected: type) -> bool:
+    """Whether a YAML value may stand for the type: a whole number is a fine float, true and false are no numbers."""
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, expected) and (expected is bool or not isinstance(value, bool))
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(known)}."

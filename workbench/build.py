@@ -1,0 +1,266 @@
+"""The one file that knows both model and data: from a config to what a run is made of.
+
+`check` answers everything that can be known before documents are read, and reports every mistake at once; `module` and
+`data` then build without asking the user anything more.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from datamodules.config import DataConfig
+from datamodules.packing import PackPlan
+from datamodules.splits import PackedPart, plan_parts
+from datamodules.token_store import TokenStore
+from datamodules.tokenizers import Tokenizer, load_tokenizer
+from modules.attention.capabilities import resolve_kernel
+from modules.attention.strategies import STRATEGIES, Strategy, check_data_choice, visible_pairs
+from modules.llama import Llama, LlamaConfig
+from modules.precision import resolve_bfloat16_products
+from workbench.config import RunConfig, UserError, user_input
+
+if TYPE_CHECKING:
+    from datamodules.packed_text import PackedTextDataModule
+    from modules.language_model import LanguageModel
+
+T = TypeVar("T")
+
+DTYPES = {
+    "32-true": torch.float32,
+    "64-true": torch.float64,
+    "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.bfloat16,
+    "16-true": torch.float16,
+    "16-mixed": torch.float16,
+}
+"""Lightning's precision names and the dtype that q and k leave their projections in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config with every `auto` decided for this machine."""
+
+    config: RunConfig
+    data: DataConfig
+    """With anchor and positions decided."""
+    strategy: Strategy
+    tokenizer: Tokenizer
+    shape: LlamaConfig
+    device_type: str
+    kernel: str
+    bfloat16_products: str
+
+    def to_params(self) -> dict[str, Any]:
+        """What `auto` became, for the run's params."""
+        return {
+            "resolved.kernel": self.kernel,
+            "resolved.device": self.device_type,
+            "resolved.bfloat16_products": self.bfloat16_products,
+            "resolved.anchor": self.data.anchor,
+            "resolved.positions": self.data.positions,
+            "resolved.vocabulary_size": self.shape.vocabulary_size,
+            "resolved.rope_theta": self.shape.rope_theta,
+        }
+
+
+def check(config: RunConfig) -> Resolved:
+    """Decides every `auto` and holds settings of different sections to one another.
+
+    Raises:
+        UserError: every mistake, one line each.
+    """
+    problems: list[str] = []
+
+    def attempt(step: Callable[[], T]) -> T | None:
+        try:
+            return step()
+        except ValueError as error:
+            problems.extend(str(error).splitlines())
+            return None
+
+    strategy = STRATEGIES[config.attention.strategy]
+    device_type = attempt(lambda: _device_type(config))
+    data = attempt(lambda: _decide_data(config.data, strategy))
+    tokenizer = attempt(lambda: _tokenizer(config.data))
+    shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2))
+    products = kernel = None
+    if device_type is not None:
+        products = attempt(
+            lambda: resolve_bfloat16_products(
+                config.trainer.precision,
+                device_type=device_type,
+                bfloat16_products=config.trainer.bfloat16_products,
+            )
+        )
+        kernel = attempt(lambda: _kernel(config, strategy, device_type, shape))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    assert device_type and data and tokenizer and shape and products and kernel
+    return Resolved(
+        config=config,
+        data=data,
+        strategy=strategy,
+        tokenizer=tokenizer,
+        shape=shape,
+        device_type=device_type,
+        kernel=kernel,
+        bfloat16_products=products,
+    )
+
+
+def _device_type(config: RunConfig) -> str:
+    asked, precision, devices = config.trainer.accelerator, config.trainer.precision, config.trainer.devices
+    has_cuda = torch.cuda.is_available()
+    if asked == "cuda" and not has_cuda:
+        raise ValueError("trainer.accelerator='cuda', but torch finds no CUDA device here. Set trainer.accelerator=auto.")
+    device_type = "cuda" if has_cuda and asked != "cpu" else "cpu"
+    if device_type == "cpu" and precision.startswith("16-"):
+        # Lightning would silently compute bfloat16 for 16-mixed.
+        raise ValueError(
+            f"trainer.precision={precision!r} needs a GPU: float16 training on CPU is not real float16. "
+            "Set trainer.precision to bf16-mixed, bf16-true or 32-true."
+        )
+    if device_type == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(f"trainer.devices={devices}, but this machine has {torch.cuda.device_count()} CUDA devices.")
+    return device_type
+
+
+def _decide_data(data: DataConfig, strategy: Strategy) -> DataConfig:
+    anchor, positions = check_data_choice(strategy, data.anchor, data.positions)
+    return replace(data, anchor=anchor, positions=positions)
+
+
+def _tokenizer(data: DataConfig) -> Tokenizer:
+    return load_tokenizer(data.tokenizer, data.anchor_token, data.end_of_document)
+
+
+def _shape(config: RunConfig, vocabulary_size: int) -> LlamaConfig:
+    shape = config.model.resolve(vocabulary_size, config.rotary.theta)
+    length = config.data.context_length
+    if config.model.max_positions is None and "max_positions" not in config.model.overrides:
+        return replace(shape, max_positions=max(shape.max_positions, length))
+    if shape.max_positions < length:
+        raise ValueError(
+            f"data.context_length={length} is longer than model.max_positions={shape.max_positions}. "
+            "Raise model.max_positions or leave it null."
+        )
+    return shape
+
+
+def _kernel(config: RunConfig, strategy: Strategy, device_type: str, shape: LlamaConfig | None) -> str:
+    dtype = DTYPES[config.trainer.precision]
+    if config.rotary.precision == "float32_scores" and dtype != torch.float64:
+        dtype = torch.float32
+    return resolve_kernel(
+        config.attention.kernel,
+        strategy=strategy,
+        device_type=device_type,
+        dtype=dtype,
+        head_width=shape.head_width if shape else 64,
+        tokens=config.data.context_length,
+    )
+
+
+def model(resolved: Resolved) -> Llama:
+    """The Llama with the config's initial weights, in float32 (Lightning's precision plugin casts it)."""
+    torch.manual_seed(resolved.config.seed)
+    return Llama(
+        resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary
+    )
+
+
+def module(resolved: Resolved) -> "LanguageModel":
+    """The LightningModule."""
+    from modules.language_model import LanguageModel
+
+    return LanguageModel(
+        model(resolved),
+        optimizer=resolved.config.optimizer,
+        max_steps=resolved.config.trainer.max_steps,
+        anchor_id=resolved.tokenizer.anchor_id,
+    )
+
+
+def store(resolved: Resolved, home: Path) -> TokenStore:
+    """The corpus as tokens, tokenised now if this is the first time.
+
+    Raises:
+        UserError: the corpus cannot be read, with file and line or byte; nothing is left behind.
+    """
+    with user_input():
+        return TokenStore.open_or_build(home, resolved.data, resolved.tokenizer)
+
+
+def data(resolved: Resolved, tokens: TokenStore) -> "PackedTextDataModule":
+    """The LightningDataModule over all rows that the training consumes.
+
+    Raises:
+        UserError: no full row or no validation document can be made of the corpus.
+    """
+    from datamodules.packed_text import PackedTextDataModule
+
+    trainer = resolved.config.trainer
+    with user_input():
+        return PackedTextDataModule(
+            resolved.data,
+            store=tokens,
+            tokenizer=resolved.tokenizer,
+            rows_per_batch=trainer.rows_per_batch,
+            total_rows=trainer.max_steps * trainer.accumulate * trainer.rows_per_batch * trainer.devices,
+            seed=resolved.config.seed,
+            anchor_copies_at_zero=resolved.strategy.anchor,
+        )
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """(query, key) pairs that attention computes in all rows of a plan."""
+
+    visible: int
+    causal: int
+    """What full causal attention over the same rows would compute."""
+    rows: int
+
+    @property
+    def share(self) -> float:
+        """Visible over causal."""
+        return self.visible / self.causal
+
+
+def rows(resolved: Resolved, tokens: TokenStore) -> tuple[PackedPart, PackedPart]:
+    """(training, validation) documents and their rows, from lengths alone.
+
+    Raises:
+        UserError: no full row or no validation document can be made of the corpus.
+    """
+    with user_input():
+        return plan_parts(tokens.lengths, resolved.data)
+
+
+def pair_counts(resolved: Resolved, plan: PackPlan) -> PairCounts:
+    """Counts a plan's pairs from document lengths; reads no token."""
+    length = resolved.data.context_length
+    anchors = 1 if plan.anchor == "row_start" else 0
+    per_row = visible_pairs(resolved.strategy, plan.piece_width, plan.piece_row, anchors, plan.rows)
+    return PairCounts(visible=int(per_row.sum()), causal=plan.rows * length * (length + 1) // 2, rows=plan.rows)
+
+
+def data_digest(corpus_digest: str, tokenizer: Tokenizer) -> str:
+    """Identity of a run's data: the corpus' bytes and the tokenizer's."""
+    return hashlib.sha256(f"{corpus_digest} {tokenizer.digest}".encode()).hexdigest()[:32]
+
+
+def data_report(
+    resolved: Resolved, tokens: TokenStore, training: PackedPart, validation: PackedPart
+) -> dict[str, int | float]:
+    """Where every document and token went, for the run's packing.json and the dataset's profile."""
+    return {
+        **{f"store/{key}": value for key, value in tokens.report().items()},
+        **{f"training/{key}": value for key, value in training.plan.report.as_dict().items()},
+        "training/visible_pair_share": pair_counts(resolved, training.plan).share,
+        **{f"validation/{key}": value for key, value in validation.plan.report.as_dict().items()},
+    }

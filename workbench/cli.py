@@ -1,0 +1,221 @@
+"""The command line. Heavy packages load inside the commands, so that --help answers at once.
+
+Exit codes: 0 done; 1 work failed; 2 the user's input is wrong (one message, nothing written); 130 interrupted.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; the exit code."""
+    asked = _parser().parse_args(arguments)
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from workbench.config import UserError
+
+    try:
+        return int(asked.command(asked))
+    except UserError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("workbench: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `workbench report | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="workbench",
+        description="Long-context training experiments of Llama-family models, logged to MLflow.",
+        epilog="State lives in $WORKBENCH_HOME, by default the checkout's runs/.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    fit = _command(commands, "fit", _fit, "train one experiment")
+    fit.add_argument("config", type=Path, help="YAML of one experiment, for example sweeps/base/quickstart.yaml")
+    _add_settings(fit)
+    fit.add_argument(
+        "--resume", nargs="?", const="newest", metavar="RUN", help="go on with a run (default: this config's newest)"
+    )
+
+    sweep = _command(commands, "sweep", _sweep, "run a grid of experiments; finished cells are skipped")
+    sweep.add_argument("sweep", type=Path, help="sweep file, for example sweeps/quickstart.yaml")
+    _add_settings(sweep)
+    sweep.add_argument("--dry-run", action="store_true", help="show the cells and write nothing")
+    sweep.add_argument("--fail-fast", action="store_true", help="stop at the first cell that fails")
+    sweep.add_argument("--ignore-code", action="store_true", help="keep cells that other code finished")
+    _add_json(sweep)
+
+    prepare = _command(commands, "prepare", _prepare, "tokenise a corpus and show how it packs")
+    prepare.add_argument("config", type=Path, help="YAML of one experiment")
+    _add_settings(prepare)
+    _add_json(prepare)
+
+    report = _command(commands, "report", _report, "a sweep's result table, from MLflow")
+    report.add_argument("sweep", help="sweep file, sweep name or parent run id")
+    report.add_argument("--experiment", default="workbench", help="MLflow experiment (default: workbench)")
+    form = report.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
+    form.add_argument("--csv", action="store_true", help="print CSV in full precision")
+    _add_json(form)
+
+    bench = _command(commands, "bench", _bench, "measure speed on this machine")
+    bench.add_argument("subject", choices=["step"], help="step: a whole training step, by strategy and precision")
+    bench.add_argument("--tokens", type=int, default=2048, help="context length (default: 2048)")
+    bench.add_argument("--rounds", type=int, default=5, help="alternating rounds, of which medians are taken")
+    _add_json(bench)
+
+    ui = _command(commands, "ui", _ui, "open MLflow's page on all runs")
+    ui.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="for example attention.strategy=anchor")
+
+
+def _add_json(parser: Any) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+
+
+def _print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _quiet() -> None:
+    """Lightning's tips and notices say nothing that our own output does not."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\..*")
+
+
+def _fit(asked: argparse.Namespace) -> int:
+    from workbench.config import parse_assignments
+    from workbench.fit import fit, read_config
+    from workbench.home import home_directory
+
+    _quiet()
+    config = read_config(asked.config, parse_assignments(asked.settings))
+    run_id, outcome = fit(config, home=home_directory(), resume=asked.resume)
+    if outcome.name == "completed":
+        print(f"completed: run {run_id}. Look at it with `workbench ui`.", file=sys.stderr)
+        return 0
+    print(f"{outcome.name}: run {run_id}: {outcome.reason}", file=sys.stderr)
+    if outcome.name in ("cancelled", "interrupted"):
+        print(f"Go on with `workbench fit {asked.config} ... --resume {run_id}`.", file=sys.stderr)
+        return 130
+    return 1
+
+
+def _sweep(asked: argparse.Namespace) -> int:
+    from workbench.config import parse_assignments
+    from workbench.home import home_directory
+    from workbench.plan import plan
+    from workbench.sweep_file import read_sweep
+
+    home = home_directory()
+    sweep = read_sweep(asked.sweep)
+    launcher = None
+    if not asked.dry_run:
+        from workbench.launchers.local import LocalLauncher
+
+        launcher = LocalLauncher()  # imports in the background while the plan is made
+    decided = plan(
+        sweep,
+        parse_assignments(asked.settings),
+        home=home,
+        tokenise=not asked.dry_run,
+        ignore_code=asked.ignore_code,
+    )
+    if launcher is None:
+        from workbench.sweep_table import print_plan
+
+        _print_json(decided.to_json()) if asked.json else print_plan(decided)
+        return 0
+
+    from workbench.report import build_report, log_report, print_report
+    from workbench.sweep import run_sweep
+    from workbench.tracking import Tracker
+
+    result = run_sweep(sweep, decided, launcher, home=home, fail_fast=asked.fail_fast)
+    tracker = Tracker(home, decided.experiment)
+    report = build_report(tracker, tracker.client.get_run(result.parent))
+    if result.outcomes:
+        log_report(tracker, report)
+    _print_json(report.to_json()) if asked.json else print_report(report)
+    print("Open the runs with `workbench ui`.", file=sys.stderr)
+    return 1 if result.failed else 0
+
+
+def _prepare(asked: argparse.Namespace) -> int:
+    from workbench import build
+    from workbench.config import parse_assignments
+    from workbench.fit import read_config
+    from workbench.home import home_directory
+
+    resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))
+    tokens = build.store(resolved, home_directory())
+    report = build.data_report(resolved, tokens, *build.rows(resolved, tokens))
+    if asked.json:
+        _print_json(report)
+        return 0
+    for key, value in report.items():
+        print(f"{key:40} {value:>16,.4f}" if isinstance(value, float) else f"{key:40} {value:>16,}")
+    return 0
+
+
+def _report(asked: argparse.Namespace) -> int:
+    from workbench.home import home_directory
+    from workbench.report import as_csv, as_markdown, build_report, find_sweep, log_report, print_report
+    from workbench.config import UserError
+    from workbench.tracking import Tracker
+
+    home = home_directory()
+    tracker = Tracker.existing(home, asked.experiment)
+    if tracker is None:
+        raise UserError(f"there is no run in {home} yet. Run `workbench sweep FILE` first.")
+    report = build_report(tracker, find_sweep(tracker, asked.sweep))
+    log_report(tracker, report)
+    if asked.json:
+        _print_json(report.to_json())
+    elif asked.markdown:
+        print(as_markdown(report))
+    elif asked.csv:
+        print(as_csv(report), end="")
+    else:
+        print_report(report)
+    return 0
+
+
+def _bench(asked: argparse.Namespace) -> int:
+    from workbench.bench import bench_step, print_steps
+
+    rows = bench_step(tokens=asked.tokens, rounds=asked.rounds)
+    _print_json({"rows": rows}) if asked.json else print_steps(rows)
+    return 0
+
+
+def _ui(asked: argparse.Namespace) -> int:
+    from workbench.home import home_directory
+    from workbench.ui import serve
+
+    return serve(home_directory(), asked.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

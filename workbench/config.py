@@ -1,0 +1,285 @@
+"""One experiment as frozen dataclasses, and the one place where its layers are merged.
+
+defaults <- base YAML <- sweep cell <- command line. Every broken rule is reported at once, with key, value and remedy.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from datamodules.config import DataConfig
+from modules.attention.config import AttentionConfig
+from modules.optim import OptimizerConfig
+from modules.presets import ModelConfig
+from modules.rotary import RotaryConfig
+
+
+class UserError(Exception):
+    """What a user wrote cannot work. The message says where, what and the way out; the program exits with 2."""
+
+
+@contextmanager
+def user_input(what: str = "") -> Iterator[None]:
+    """Turns the ValueError or OSError that reading a user's input raises into a UserError."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(f"{what}: {error}" if what else str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How long, in what precision and on what the model is trained."""
+
+    precision: Literal["32-true", "64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"] = "32-true"
+    """Lightning's names. `true`: weights and computation; `mixed`: float32 weights under autocast."""
+    bfloat16_products: Literal["auto", "native", "float32"] = "auto"
+    """Who multiplies bfloat16 matrices: the device, or float32 with one rounding to bfloat16 of each result, as tensor
+    cores do. `auto` takes float32 on CPUs without bfloat16 instructions, where torch is about 26 times slower."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    devices: int = 1
+    max_steps: int = 100
+    """Optimizer steps."""
+    rows_per_batch: int = 1
+    """Rows in one forward pass on one device."""
+    accumulate: int = 1
+    """Forward passes per optimizer step."""
+    log_every: int = 1
+    """Steps between two points of the training metrics."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; one is always written after the last step."""
+
+    def __post_init__(self) -> None:
+        counts = ("devices", "max_steps", "rows_per_batch", "accumulate", "log_every", "checkpoint_every")
+        given = {name: getattr(self, name) for name in counts}
+        broken = [f"trainer.{name}={n} must be at least 1." for name, n in given.items() if n is not None and n < 1]
+        if broken:
+            raise ValueError("\n".join(broken))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When the validation documents are scored, besides before the first and after the last step."""
+
+    every: int | None = None
+    """Steps between two validations."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"evaluation.every={self.every} must be at least 1, or null for none in between.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where runs are recorded. The store itself is $WORKBENCH_HOME's, see workbench/tracking.py."""
+
+    experiment: str = "workbench"
+    """Name of the MLflow experiment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One experiment, complete."""
+
+    name: str = "run"
+    seed: int = 0
+    """Seeds the initial weights and the order of the rows."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, anchors and padding included."""
+        trainer = self.trainer
+        return self.data.context_length * trainer.rows_per_batch * trainer.accumulate * trainer.devices
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain nested dictionary, loads back equal with `resolve`."""
+    return dataclasses.asdict(config)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{'data': {'corpus': x}} -> {'data.corpus': x}. An empty mapping stays a leaf."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{name}."))
+        else:
+            flat[name] = value
+    return flat
+
+
+def schema() -> dict[str, Any]:
+    """Every config key and its type: {'data.context_length': int, ...}."""
+    return _leaves(RunConfig)
+
+
+def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            leaves.update(_leaves(kind, f"{prefix}{name}."))  # type: ignore[arg-type]
+        else:
+            leaves[f"{prefix}{name}"] = kind
+    return leaves
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        UserError: no such file, no YAML (with the line), or no mapping.
+    """
+    try:
+        # OmegaConf's loader and not PyYAML's: 1e-3 is a number, and a key given twice is an error.
+        loaded = OmegaConf.to_container(OmegaConf.load(path)) if path.read_text(encoding="utf-8").strip() else {}
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is no UTF-8 text (byte {error.start}).") from error
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        raise UserError(f"{where}: is no valid YAML: {getattr(error, 'problem', None) or error}.") from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: must hold keys and values, not a {type(loaded).__name__}.")
+    return {str(key): value for key, value in loaded.items()}
+
+
+def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
+    """['data.context_length=512'] -> {'data.context_length': 512}, values read as YAML."""
+    assignments: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UserError(f"{word!r} is no setting. Write key=value, for example attention.strategy=anchor.")
+        if key in assignments:
+            raise UserError(f"{key} is set twice on the command line.")
+        try:
+            parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+        except (yaml.YAMLError, OmegaConfBaseException) as error:
+            raise UserError(f"{word}: the value is no valid YAML: {error}") from error
+        assignments[key] = parsed["value"]
+    return assignments
+
+
+def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
+    """Merges the layers, each (where it comes from, nested or dotted mapping), later ones winning.
+
+    Raises:
+        UserError: every unknown key, wrong type and broken rule of all layers, one line each.
+    """
+    tree = OmegaConf.structured(RunConfig)
+    kinds = schema()
+    problems: list[str] = []
+    for where, layer in layers:
+        for key, value in _schema_leaves(layer, kinds).items():
+            problem = check_key(key, kinds) or _check_kind(key, value, kinds)
+            if problem is None:
+                try:  # leaf by leaf, so that one mistake does not hide the next
+                    tree = OmegaConf.merge(tree, _nested(key, value))
+                except (OmegaConfBaseException, ValueError):
+                    problem = f"{key}={value!r} must be {_describe(kinds.get(key))}."
+            if problem:
+                problems.append(f"{where}: {problem}" if where else problem)
+    sections: dict[str, Any] = {}
+    for item in dataclasses.fields(RunConfig):
+        try:
+            value = tree[item.name]
+            sections[item.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        except (ValueError, OmegaConfBaseException) as error:
+            problems.extend(str(error.__cause__ or error).splitlines())
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return RunConfig(**sections)
+
+
+def _schema_leaves(layer: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens down to the schema's leaves: the value of a dictionary-typed key stays whole."""
+    flat: dict[str, Any] = {}
+    for key, value in layer.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in kinds:
+            if value:
+                flat.update(_schema_leaves(value, kinds, f"{name}."))
+            elif not any(known.startswith(f"{name}.") for known in kinds):
+                flat[name] = value
+        else:
+            flat[name] = value
+    return flat
+
+
+def check_key(key: str, kinds: Mapping[str, Any] | None = None) -> str | None:
+    """None for a key of the config, else a sentence that says so and suggests the right one."""
+    kinds = schema() if kinds is None else kinds
+    parent = key.rpartition(".")[0]
+    if key in kinds or get_origin(kinds.get(parent)) is dict:
+        return None
+    if any(known.startswith(f"{key}.") for known in kinds):
+        inside = ", ".join(known for known in kinds if known.startswith(f"{key}."))
+        return f"{key} is a section, not a setting. It holds {inside}."
+    return f"{key} is no setting.{suggestion(key, kinds)}"
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """' Did you mean data.context_length?', or the empty string."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    if not close:  # the last part may be right under a wrong section
+        last = word.rpartition(".")[2]
+        by_last = {name.rpartition(".")[2]: name for name in known}
+        close = [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def _check_kind(key: str, value: Any, kinds: Mapping[str, Any]) -> str | None:
+    """What OmegaConf would convert silently or explain poorly."""
+    kind = kinds.get(key)
+    if kind in (str, str | None) and isinstance(value, bool | int | float):
+        return f"{key}={value!r} must be text. Put it in quotes."
+    if kind in (int, int | None) and isinstance(value, str) and not re.fullmatch(r"[+-]?\d+", value):
+        return f"{key}={value!r} must be a whole number.{_whole_number(value)}"
+    return None
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """('data.corpus', x) -> {'data': {'corpus': x}}"""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def _whole_number(text: str) -> str:
+    """For '128K': ' Write 131072.'"""
+    match = re.fullmatch(r"(\d+)\s*([kKmM])[iI]?[bB]?", text)
+    if not match:
+        return ""
+    return f" Write {int(match[1]) * 1024 ** (1 if match[2] in 'kK' else 2)}."
+
+
+def _describe(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if kind in names:
+        return names[kind]
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    if get_origin(kind) is dict:
+        return "keys and values"
+    return " or ".join(_describe(part) for part in get_args(kind)) or str(kind)

@@ -1,0 +1,292 @@
+"""What a sweep will do, decided before anything starts: each cell's config, identity, state and size.
+
+The dry run prints this plan and the real run executes it, so the plan cannot lie.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datamodules.documents import corpus_digest
+from datamodules.token_store import TokenStore
+from modules.flops import training_flops
+from modules.llama import parameter_count
+from workbench import build
+from workbench.checkpoints import newest_checkpoint
+from workbench.config import RunConfig, UserError, resolve, to_dict, user_input
+from workbench.environment import code_version, device_name
+from workbench.sweep_file import Cell, Sweep, accumulation
+from workbench.tracking import Tracker, tag
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
+
+FREE_OF_IDENTITY = (("name",), ("tracking",), ("data", "corpus"), ("data", "tokenizer"), ("data", "workers"))
+"""Settings that two equal trials may differ in. Corpus and tokenizer count by content, through the data digest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """When two trials are the same work."""
+
+    config: str
+    """Hash of the config as written (`auto` stays `auto`), the data's content and the device."""
+    code: str
+    """Hash of our .py files."""
+    data_digest: str
+
+    @property
+    def trial(self) -> str:
+        """Config and code together: a finished trial with this hash is done."""
+        return hashlib.sha256(f"{self.config} {self.code}".encode()).hexdigest()[:16]
+
+
+def identity(config: RunConfig, *, data_digest: str, device_type: str) -> Identity:
+    """The identity of a config on this machine."""
+    kept = to_dict(config)
+    for *path, last in FREE_OF_IDENTITY:
+        section = kept
+        for part in path:
+            section = section[part]
+        del section[last]
+    written = json.dumps([kept, data_digest, device_type, device_name(device_type)], sort_keys=True)
+    return Identity(
+        config=hashlib.sha256(written.encode()).hexdigest()[:16], code=code_version(), data_digest=data_digest
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What a trial costs."""
+
+    parameter_count: int
+    tokens_per_step: int
+    visible_pair_share: float | None
+    """None where the corpus is not tokenised yet."""
+    flops: int | None
+    """Of the whole training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A cell with everything decided."""
+
+    cell: Cell
+    resolved: build.Resolved
+    identity: Identity
+    size: Size
+    state: str
+    """new, done, stale, failed or resume."""
+    why: str
+    run_id: str | None
+    """The MLflow run to go on with, or the finished one."""
+    superseded: str | None = None
+    """A run of the same cell with other code, which a new one replaces."""
+
+    @property
+    def to_do(self) -> bool:
+        """Whether a run of the sweep trains it."""
+        return self.state != "done"
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented row of `sweep --dry-run --json`."""
+        return {
+            "name": self.cell.name,
+            "seed": self.cell.seed,
+            "state": self.state,
+            "why": self.why,
+            "hash": self.identity.trial,
+            "overrides": self.cell.axes,
+            "parameter_count": self.size.parameter_count,
+            "tokens_per_step": self.size.tokens_per_step,
+            "visible_pair_share": self.size.visible_pair_share,
+            "flops": self.size.flops,
+            "memory_bytes": None,
+            "seconds": None,
+            "guess": None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All cells of a sweep."""
+
+    trials: list[Trial]
+    excluded: list[Cell]
+
+    @property
+    def experiment(self) -> str:
+        """The MLflow experiment of all trials."""
+        return self.trials[0].resolved.config.tracking.experiment
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `sweep --dry-run --json` prints."""
+        nothing = dict.fromkeys(self.trials[0].to_json())
+        excluded = [
+            {**nothing, "name": cell.name, "seed": cell.seed, "state": "excluded", "why": cell.excluded_why, "overrides": cell.axes}
+            for cell in self.excluded
+        ]
+        return {"cells": [trial.to_json() for trial in self.trials] + excluded}
+
+
+def plan(
+    sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bool, ignore_code: bool = False
+) -> Plan:
+    """Decides every cell of a sweep.
+
+    Args:
+        sweep: the file.
+        overrides: dotted keys from the command line, above the cells.
+        home: where token stores and runs are.
+        tokenise: build missing token stores (a dry run does not).
+        ignore_code: keep finished trials of other code.
+    Raises:
+        UserError: every mistake of every cell, each said once.
+    """
+    for key in overrides:
+        if key in sweep.axis_keys or key == "seed":
+            raise UserError(f"{key} is an axis of {sweep.path}, so it cannot be set on the command line. Edit the file.")
+    problems: list[str] = []
+    decided: list[tuple[Cell, build.Resolved]] = []
+    cells = list(sweep.cells())
+    for cell in cells:
+        if cell.excluded_why is not None:
+            continue
+        try:
+            decided.append((cell, build.check(_config(sweep, cell, overrides))))
+        except UserError as error:
+            problems.extend(f"cell {cell.name}: {line}" for line in str(error).splitlines())
+    if problems:
+        raise UserError("\n".join(_said_once(problems)))
+
+    experiments = {resolved.config.tracking.experiment for _, resolved in decided}
+    if len(experiments) > 1:
+        raise UserError("tracking.experiment differs between cells. A sweep lives in one experiment.")
+    stores = _Stores(home, tokenise=tokenise)
+    sized = [(cell, resolved, *stores.size(resolved)) for cell, resolved in decided]
+    children = _children(home, experiments.pop(), sweep.name)
+    trials = []
+    for cell, resolved, data_digest, size in sized:
+        known = identity(resolved.config, data_digest=data_digest, device_type=resolved.device_type)
+        state, why, run_id, superseded = _state(cell, known, children, home, ignore_code=ignore_code)
+        trials.append(
+            Trial(
+                cell=cell,
+                resolved=resolved,
+                identity=known,
+                size=size,
+                state=state,
+                why=why,
+                run_id=run_id,
+                superseded=superseded,
+            )
+        )
+    return Plan(trials=trials, excluded=[cell for cell in cells if cell.excluded_why is not None])
+
+
+def _config(sweep: Sweep, cell: Cell, overrides: Mapping[str, Any]) -> RunConfig:
+    layers = [
+        *sweep.base,
+        ("", {**cell.axes, "seed": cell.seed, "name": cell.name}),
+        ("command line", overrides),
+    ]
+    config = resolve(*layers)
+    if sweep.tokens_per_step is None:
+        return config
+    per_batch = config.tokens_per_step // config.trainer.accumulate
+    try:
+        accumulate = accumulation(sweep.tokens_per_step, tokens_per_batch=per_batch)
+    except ValueError as error:
+        raise UserError(f"{sweep.path}: {error}") from error
+    return replace(config, trainer=replace(config.trainer, accumulate=accumulate))
+
+
+def _said_once(problems: list[str]) -> list[str]:
+    """Keeps one cell's line of a mistake that many cells share."""
+    first: dict[str, str] = {}
+    count: dict[str, int] = {}
+    for problem in problems:
+        said = problem.partition(": ")[2]
+        first.setdefault(said, problem)
+        count[said] = count.get(said, 0) + 1
+    return [
+        line if count[said] == 1 else f"{said} ({count[said]} cells)" for said, line in first.items()
+    ]
+
+
+class _Stores:
+    """Token stores and digests, looked up once per corpus and tokenizer however many cells share them."""
+
+    def __init__(self, home: Path, *, tokenise: bool) -> None:
+        self.home, self.tokenise = home, tokenise
+        self._corpora: dict[str, str] = {}
+        self._stores: dict[tuple[Any, ...], TokenStore | None] = {}
+
+    def size(self, resolved: build.Resolved) -> tuple[str, Size]:
+        """The data digest and what the trial costs. Raises UserError for a corpus that cannot be used."""
+        data, config = resolved.data, resolved.config
+        key = (data.corpus, data.text_field, resolved.tokenizer.digest)
+        with user_input():
+            if data.corpus not in self._corpora:
+                self._corpora[data.corpus] = corpus_digest(data.corpus)
+            if key not in self._stores:
+                look_up = TokenStore.open_or_build if self.tokenise else TokenStore.find
+                self._stores[key] = look_up(self.home, data, resolved.tokenizer)
+        digest = build.data_digest(self._corpora[data.corpus], resolved.tokenizer)
+        store = self._stores[key]
+        share = flops = None
+        if store is not None:
+            pairs = build.pair_counts(resolved, build.rows(resolved, store)[0].plan)
+            tokens = config.tokens_per_step * config.trainer.max_steps
+            per_token = pairs.visible / (pairs.rows * data.context_length)
+            flops = training_flops(resolved.shape, tokens=tokens, visible_pairs=round(per_token * tokens))
+            share = pairs.share
+        return digest, Size(
+            parameter_count=parameter_count(resolved.shape),
+            tokens_per_step=config.tokens_per_step,
+            visible_pair_share=share,
+            flops=flops,
+        )
+
+
+def _children(home: Path, experiment: str, sweep: str) -> "list[Run]":
+    tracker = Tracker.existing(home, experiment)
+    return tracker.find({"sweep": sweep, "kind": "trial"}) if tracker else []
+
+
+def _state(
+    cell: Cell, known: Identity, children: "list[Run]", home: Path, *, ignore_code: bool
+) -> tuple[str, str, str | None, str | None]:
+    """(state, why, run to go on with, run to supersede)."""
+    same = [run for run in children if tag(run, "hash") == known.trial]
+    finished = [run for run in same if run.info.status == "FINISHED" and tag(run, "outcome") == "completed"]
+    if finished:
+        return "done", f"finished in run {finished[0].info.run_id}", finished[0].info.run_id, None
+    if same:
+        run = same[0]
+        how = tag(run, "outcome") or "lost"
+        checkpoint = newest_checkpoint(trial_folder(home, run.info.run_id))
+        if checkpoint is not None and how in ("interrupted", "cancelled", "lost"):
+            return "resume", f"{how}; goes on from {checkpoint.name}", run.info.run_id, None
+        return "failed", f"{how}: {tag(run, 'reason')}".rstrip(": "), run.info.run_id, None
+    other = [
+        run
+        for run in children
+        if tag(run, "cell") == cell.name and tag(run, "seed") == str(cell.seed) and not tag(run, "superseded_by")
+    ]
+    if not other:
+        return "new", "", None, None
+    old = other[0]
+    if tag(old, "config_hash") == known.config:
+        if ignore_code and tag(old, "outcome") == "completed":
+            return "done", f"finished by other code in run {old.info.run_id}", old.info.run_id, None
+        return "stale", "the code has changed since", None, old.info.run_id
+    return "new", "config or data differ from its earlier run", None, old.info.run_id
+
+
+def trial_folder(home: Path, run_id: str) -> Path:
+    """A run's own folder: checkpoints, log, outcome."""
+    return home / "trials" / run_id

@@ -1,0 +1,351 @@
+"""A sweep's results, read back from MLflow alone: one row per cell, mean and spread over its seeds.
+
+Every number and every blank has a source: a speed-up between different kernels, devices or thread counts is no speed-up
+of the strategy, so it stays blank and the reason stands beside it.
+"""
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.config import UserError
+from workbench.tracking import Tracker, tag
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from mlflow.entities import Run
+
+STRATEGY = "attention.strategy"
+LENGTH = "data.context_length"
+LOSS, SPEED, SHARE, MEMORY = (
+    "val/loss",
+    "throughput/tokens_per_second",
+    "attention/visible_pair_share",
+    "memory/peak_gigabytes",
+)
+SPEED_UP = "speed-up over full"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean over seeds, and the sample standard deviation where there are two or more."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread | None":
+        """None for no values."""
+        kept = list(values)
+        if not kept:
+            return None
+        return cls(statistics.fmean(kept), statistics.stdev(kept) if len(kept) > 1 else None, len(kept))
+
+    def text(self, form: str) -> str:
+        """'2.310 ± 0.020', or the mean alone."""
+        mean = form.format(self.mean)
+        return mean if self.std is None else f"{mean} ± {form.format(self.std)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One cell."""
+
+    axes: dict[str, Any]
+    seeds: list[int]
+    outcomes: dict[str, int]
+    """How many seeds ended how: {'completed': 3}."""
+    metrics: dict[str, Spread]
+    kernel: str
+    device: str
+    """Device name, and threads on a CPU: what a speed belongs to."""
+    speed_up: float | None
+    speed_up_blank: str
+    """Why there is no speed-up."""
+
+    @property
+    def outcome(self) -> str:
+        """'completed', or every outcome with its count."""
+        if set(self.outcomes) == {"completed"}:
+            return "completed"
+        if sum(self.outcomes.values()) == 1:
+            return next(iter(self.outcomes))
+        return ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All cells of a sweep."""
+
+    sweep: str
+    parent: str
+    axis_keys: list[str]
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `report --json` prints."""
+        return {
+            "sweep": self.sweep,
+            "rows": [
+                {
+                    "cell": row.axes,
+                    "seeds": row.seeds,
+                    "outcome": row.outcome,
+                    "kernel": row.kernel,
+                    "device": row.device,
+                    "speed_up": row.speed_up,
+                    "speed_up_blank": row.speed_up_blank,
+                    "metrics": {
+                        name: {"mean": spread.mean, "std": spread.std} for name, spread in row.metrics.items()
+                    },
+                }
+                for row in self.rows
+            ],
+        }
+
+
+def find_sweep(tracker: Tracker, wanted: str) -> "Run":
+    """The parent run of a sweep given as file, name or run id; the newest where several fit.
+
+    Raises:
+        UserError: no such sweep in this store.
+    """
+    from mlflow.exceptions import MlflowException
+
+    name = Path(wanted).stem
+    if Path(wanted).is_file():
+        from workbench.sweep_file import read_sweep
+
+        name = read_sweep(Path(wanted)).name
+    found = tracker.find({"kind": "sweep", "sweep": name})
+    if found:
+        return found[0]
+    try:
+        run = tracker.client.get_run(wanted)
+        if tag(run, "kind") == "sweep":
+            return run
+    except MlflowException:
+        pass
+    known = sorted({tag(run, "sweep") for run in tracker.find({"kind": "sweep"})})
+    raise UserError(
+        f"{wanted}: no sweep of that file, name or run id in {tracker.home}. "
+        + (f"There are: {', '.join(known)}." if known else "There is none yet; run `workbench sweep FILE` first.")
+    )
+
+
+def build_report(tracker: Tracker, parent: "Run") -> Report:
+    """Reads a sweep's trials, the superseded ones left out."""
+    children = [run for run in tracker.find({"parent": parent.info.run_id}) if not tag(run, "superseded_by")]
+    cells: dict[str, list[Run]] = {}
+    for run in sorted(children, key=lambda run: run.info.start_time):
+        cells.setdefault(tag(run, "axes"), []).append(run)
+    rows = [_row(tracker, json.loads(axes), runs) for axes, runs in cells.items()]
+    axis_keys = json.loads(tag(parent, "axes") or "[]")
+    rows = [_with_speed_up(row, rows) for row in sorted(rows, key=lambda row: _order(row, axis_keys))]
+    return Report(sweep=tag(parent, "sweep"), parent=parent.info.run_id, axis_keys=axis_keys, rows=rows)
+
+
+def _row(tracker: Tracker, axes: dict[str, Any], runs: "list[Run]") -> Row:
+    completed = [run for run in runs if _outcome(run) == "completed"]
+    metrics = {
+        name: spread
+        for name in (LOSS, "val/loss_first_token", "val/perplexity", "train/loss", SHARE, MEMORY)
+        if (spread := Spread.of(run.data.metrics[name] for run in completed if name in run.data.metrics))
+    }
+    if speeds := Spread.of(speed for run in completed if (speed := _speed(tracker, run)) is not None):
+        metrics[SPEED] = speeds
+    outcomes: dict[str, int] = {}
+    for run in runs:
+        outcomes[_outcome(run)] = outcomes.get(_outcome(run), 0) + 1
+    return Row(
+        axes=axes,
+        seeds=sorted(int(tag(run, "seed")) for run in runs),
+        outcomes=outcomes,
+        metrics=metrics,
+        kernel=_one(tag(run, "kernel") for run in completed),
+        device=_one(tag(run, "device_name") for run in completed),
+        speed_up=None,
+        speed_up_blank="",
+    )
+
+
+def _outcome(run: "Run") -> str:
+    """Our outcome; a run that has none yet is running, or was lost."""
+    return tag(run, "outcome") or run.info.status.lower()
+
+
+def _speed(tracker: Tracker, run: "Run") -> float | None:
+    """Median tokens per second, the first point (warm-up) left out."""
+    points = sorted(tracker.client.get_metric_history(run.info.run_id, SPEED), key=lambda point: point.step)
+    values = [point.value for point in points]
+    return statistics.median(values[1:] or values) if values else None
+
+
+def _one(values: Iterable[str]) -> str:
+    """The common value, or all of them."""
+    return " | ".join(sorted({value for value in values if value}))
+
+
+def _with_speed_up(row: Row, rows: list[Row]) -> Row:
+    from dataclasses import replace
+
+    if STRATEGY not in row.axes:
+        return replace(row, speed_up_blank=f"{STRATEGY} is no axis")
+    others = {key: value for key, value in row.axes.items() if key != STRATEGY}
+    full = next((other for other in rows if other.axes == {**row.axes, STRATEGY: "full"}), None)
+    if full is None:
+        return replace(row, speed_up_blank="no full attention at " + (_cell_text(others) or "these settings"))
+    if SPEED not in row.metrics or SPEED not in full.metrics:
+        return replace(row, speed_up_blank="not completed" if SPEED not in row.metrics else "full did not complete")
+    for what in ("kernel", "device"):
+        here, there = getattr(row, what), getattr(full, what)
+        if here != there or " | " in here:
+            return replace(row, speed_up_blank=f"{what} differs: {here}, full {there}")
+    return replace(row, speed_up=row.metrics[SPEED].mean / full.metrics[SPEED].mean)
+
+
+def _order(row: Row, axis_keys: list[str]) -> list[tuple[int, float, str]]:
+    """Axes in the file's order; numbers by size, strategies in the registry's order, other words by name."""
+    from modules.attention.strategies import STRATEGIES
+
+    strategies = list(STRATEGIES)
+
+    def key(value: Any) -> tuple[int, float, str]:
+        if value in strategies:
+            return 0, strategies.index(value), ""
+        if isinstance(value, int | float):
+            return 0, float(value), ""
+        return 1, 0.0, str(value)
+
+    return [key(row.axes.get(name)) for name in axis_keys]
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "val/loss": lambda row: _metric(row, LOSS, "{:.4f}"),
+    "tokens/s": lambda row: _metric(row, SPEED, "{:,.0f}"),
+    SPEED_UP: lambda row: f"{row.speed_up:.2f}x" if row.speed_up is not None else row.speed_up_blank,
+    "visible pairs": lambda row: _metric(row, SHARE, "{:.1%}"),
+    "peak GB": lambda row: _metric(row, MEMORY, "{:.2f}"),
+    "kernel": lambda row: row.kernel,
+    "device": lambda row: row.device,
+    "seeds": lambda row: str(len(row.seeds)),
+    "outcome": lambda row: row.outcome,
+}
+
+
+def _metric(row: Row, name: str, form: str) -> str:
+    return row.metrics[name].text(form) if name in row.metrics else ""
+
+
+def _cell_text(axes: dict[str, Any]) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in axes.items())
+
+
+def as_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells as text."""
+    headings = [key.rpartition(".")[2] for key in report.axis_keys] + list(COLUMNS)
+    rows = [
+        [str(row.axes.get(key, "")) for key in report.axis_keys] + [column(row) for column in COLUMNS.values()]
+        for row in report.rows
+    ]
+    return headings, rows
+
+
+def as_markdown(report: Report) -> str:
+    """The table for a page."""
+    headings, rows = as_table(report)
+    lines = ["| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *_escaped(rows)]]
+    return f"# {report.sweep}\n\n" + "\n".join(lines) + f"\n\n{EXPLANATION}\n"
+
+
+EXPLANATION = (
+    "`val/loss`: nats per token over each validation document's second and later tokens, the same tokens for every "
+    "strategy. `tokens/s`: median over the logged steps without the first; anchors and padding count. ± is the sample "
+    "standard deviation over seeds."
+)
+
+
+def _escaped(rows: list[list[str]]) -> list[list[str]]:
+    return [[cell.replace("|", "\\|") for cell in row] for row in rows]
+
+
+def as_csv(report: Report) -> str:
+    """Full precision, one column per number."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = sorted({name for row in report.rows for name in row.metrics})
+    spreads = [f"{name} {part}" for name in names for part in ("mean", "std")]
+    writer.writerow([*report.axis_keys, *spreads, "speed_up", "speed_up_blank", "kernel", "device", "seeds", "outcome"])
+    for row in report.rows:
+        numbers: list[Any] = []
+        for name in names:
+            spread = row.metrics.get(name)
+            numbers += [spread.mean, spread.std] if spread else [None, None]
+        axes = [row.axes.get(key, "") for key in report.axis_keys]
+        seeds = " ".join(map(str, row.seeds))
+        writer.writerow([*axes, *numbers, row.speed_up, row.speed_up_blank, row.kernel, row.device, seeds, row.outcome])
+    return out.getvalue()
+
+
+def as_figure(report: Report) -> "Figure":
+    """Loss and speed over context length (or the first axis), one line per combination of the others."""
+    from matplotlib.figure import Figure
+
+    across = LENGTH if LENGTH in report.axis_keys else (report.axis_keys or [""])[0]
+    lines: dict[str, list[Row]] = {}
+    for row in report.rows:
+        others = {key: value for key, value in row.axes.items() if key != across}
+        lines.setdefault(", ".join(map(str, others.values())) or report.sweep, []).append(row)
+    ticks = list(dict.fromkeys(str(row.axes.get(across, "")) for row in report.rows))
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for panel, (metric, title) in zip(panels, ((LOSS, "val/loss (nats per token)"), (SPEED, "tokens per second")), strict=True):
+        for name, rows in lines.items():
+            known = [row for row in rows if metric in row.metrics]
+            panel.errorbar(
+                [ticks.index(str(row.axes.get(across, ""))) for row in known],
+                [row.metrics[metric].mean for row in known],
+                yerr=[row.metrics[metric].std or 0.0 for row in known],
+                marker="o",
+                capsize=3,
+                label=name,
+            )
+        panel.set_title(title)
+        panel.set_xticks(range(len(ticks)), ticks)
+        panel.set_xlabel(across)
+        panel.grid(alpha=0.3)
+    panels[1].set_ylim(bottom=0)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.suptitle(report.sweep)
+    return figure
+
+
+def log_report(tracker: Tracker, report: Report) -> None:
+    """Writes the report on the sweep's parent run."""
+    tracker.client.log_text(report.parent, as_markdown(report), "report.md")
+    tracker.client.log_text(report.parent, as_csv(report), "report.csv")
+    tracker.client.log_dict(report.parent, report.to_json(), "report.json")
+    tracker.client.log_figure(report.parent, as_figure(report), "report.png")
+    tracker.client.set_tag(report.parent, "mlflow.note.content", as_markdown(report)[:8000])
+
+
+def print_report(report: Report) -> None:
+    """The table on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    headings, rows = as_table(report)
+    device = {row.device for row in report.rows if row.device}
+    shown = [index for index, heading in enumerate(headings) if not (heading == "device" and len(device) == 1)]
+    table = Table(title=f"{report.sweep}" + (f" on {next(iter(device))}" if len(device) == 1 else ""), title_justify="left")
+    for index in shown:
+        table.add_column(headings[index], justify="left" if index < len(report.axis_keys) else "right")
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
+    Console().print(table, highlight=False)

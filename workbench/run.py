@@ -1,0 +1,222 @@
+"""Trains one config into one MLflow run that exists already, and says how it ended."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich.progress import Progress
+
+from datamodules.packed_text import PackedTextDataModule
+from datamodules.token_store import TokenStore
+from modules.language_model import LanguageModel, NonFiniteLossError
+from modules.precision import precision_plugin
+from workbench import build, environment
+from workbench.callbacks import StepMetrics
+from workbench.checkpoints import check_checkpoint, checkpoint_step
+from workbench.config import RunConfig, UserError, flatten, to_dict
+from workbench.outcome import Outcome
+from workbench.run_logger import RunLogger
+from workbench.tracking import Tracker
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Everything that training needs, made and checked; no run is touched yet."""
+
+    resolved: build.Resolved
+    store: TokenStore
+    module: LanguageModel
+    data: PackedTextDataModule
+    checkpoint: Path | None
+
+    @property
+    def data_digest(self) -> str:
+        """Identity of corpus and tokenizer."""
+        return build.data_digest(self.store.header.corpus_digest, self.resolved.tokenizer)
+
+
+def prepare(config: RunConfig, *, home: Path, checkpoint: Path | None = None) -> Prepared:
+    """Builds model and data.
+
+    Args:
+        config: the experiment.
+        home: where token stores live; the corpus is tokenised here if it is not yet.
+        checkpoint: where to go on from.
+    Raises:
+        UserError: whatever is wrong with settings, corpus, tokenizer or checkpoint.
+    """
+    resolved = build.check(config)
+    store = build.store(resolved, home)
+    module, data = build.module(resolved), build.data(resolved, store)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, module)
+        module.start_step = checkpoint_step(checkpoint) or 0
+    return Prepared(resolved=resolved, store=store, module=module, data=data, checkpoint=checkpoint)
+
+
+def train(
+    prepare: Callable[[], Prepared],
+    *,
+    tracker: Tracker | None,
+    run_id: str,
+    folder: Path,
+    status_file: Path | None = None,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Trains to the end, or to whatever stops it; never raises for what happens in between.
+
+    Args:
+        prepare: makes what is trained. Its failures are outcomes too.
+        tracker: the store; None on ranks other than the first.
+        run_id: an MLflow run; its params, metrics and artifacts are written here, its status by the caller.
+        folder: the run's own folder, for checkpoints.
+        status_file: kept up to date for a launcher to read.
+        progress: a bar to move.
+    """
+    trainer: lightning.Trainer | None = None
+    try:
+        prepared = prepare()
+        logger = None
+        if tracker is not None:
+            _record_start(tracker, run_id, prepared)
+            logger = RunLogger(tracker.client, run_id, folder)
+        trainer = _trainer(prepared.resolved, folder, logger, status_file=status_file, progress=progress)
+        started = time.monotonic()
+        _fit(trainer, prepared)
+        fit_seconds = time.monotonic() - started
+    except UserError as error:
+        return Outcome(name="config", reason=str(error), traceback=traceback.format_exc())
+    except (KeyboardInterrupt, SystemExit, SIGTERMException) as error:
+        return _stopped(error, trainer)
+    except BaseException as error:
+        traceback.print_exc()
+        return Outcome(
+            name=classify(error),
+            reason=f"{type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+            step=trainer.global_step if trainer else 0,
+        )
+    if trainer.global_step < prepared.resolved.config.trainer.max_steps:
+        return _stopped(SIGTERMException(), trainer)  # Lightning's fit returns normally after SIGTERM
+    return Outcome(name="completed", step=trainer.global_step, fit_seconds=fit_seconds)
+
+
+def classify(error: BaseException) -> str:
+    """The outcome that an exception stands for."""
+    if isinstance(error, NonFiniteLossError):
+        return "diverged"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return "oom"
+    return "crash"
+
+
+def _stopped(error: BaseException, trainer: lightning.Trainer | None) -> Outcome:
+    """Ctrl-C (which Lightning turns into SystemExit) or a request to end."""
+    step = trainer.global_step if trainer else 0
+    if isinstance(error, SIGTERMException):
+        return Outcome(name="interrupted", reason=f"stopped by SIGTERM at step {step}", step=step)
+    return Outcome(name="cancelled", reason=f"stopped by Ctrl-C at step {step}", step=step)
+
+
+def _fit(trainer: lightning.Trainer, prepared: Prepared) -> None:
+    """Validation where training starts, training with validations in between, validation after the last step.
+
+    A resumed run validates where it starts too: the kill may have come between the checkpoint and its validation.
+    """
+    module, data = prepared.module, prepared.data
+    path = str(prepared.checkpoint) if prepared.checkpoint else None
+    trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+    trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    if trainer.global_step == trainer.max_steps and module.validated_step != trainer.max_steps:
+        trainer.validate(module, datamodule=data, verbose=False)
+
+
+def _trainer(
+    resolved: build.Resolved,
+    folder: Path,
+    logger: RunLogger | None,
+    *,
+    status_file: Path | None,
+    progress: Progress | None,
+) -> lightning.Trainer:
+    config = resolved.config.trainer
+    plugin = precision_plugin(
+        config.precision, device_type=resolved.device_type, bfloat16_products=config.bfloat16_products
+    )
+    every = resolved.config.evaluation.every or config.max_steps
+    callbacks: list[lightning.Callback] = [
+        StepMetrics(log_every=config.log_every, status_file=status_file, progress=progress),
+        *_checkpoint_callbacks(folder / "checkpoints", every=config.checkpoint_every, max_steps=config.max_steps),
+    ]
+    return lightning.Trainer(
+        accelerator=resolved.device_type,
+        devices=config.devices,
+        strategy="ddp" if config.devices > 1 else "auto",
+        precision=None if plugin else config.precision,
+        plugins=[plugin] if plugin else None,
+        max_steps=config.max_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=config.accumulate,
+        val_check_interval=every * config.accumulate,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        logger=logger or False,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        inference_mode=False,  # metrics keep state from validation, which then could not be updated again
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _checkpoint_callbacks(folder: Path, *, every: int | None, max_steps: int) -> list[lightning.Callback]:
+    """The newest checkpoint of every `every` steps, and the last step's. Never `monitor`: its `last` is not the last."""
+    steps = {every or max_steps, max_steps} if every is None or max_steps % every else {every}
+    return [
+        ModelCheckpoint(
+            dirpath=folder,
+            filename="{step}",
+            monitor=None,
+            save_top_k=1,
+            every_n_train_steps=step,
+            save_on_train_epoch_end=False,
+        )
+        for step in sorted(steps)
+    ]
+
+
+def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
+    """Params, config, environment, dataset: all that is known before the first step."""
+    resolved = prepared.resolved
+    config = to_dict(resolved.config)
+    tracker.log_params(run_id, {**flatten(config), **resolved.to_params()})
+    tracker.client.log_dict(run_id, config, "config.yaml")
+    surroundings = environment.describe(resolved.device_type)
+    tracker.client.log_dict(run_id, surroundings, "environment.json")
+    report = build.data_report(resolved, prepared.store, prepared.data.training, prepared.data.validation)
+    tracker.client.log_dict(run_id, report, "packing.json")
+    tracker.set_tags(
+        run_id,
+        {
+            "kernel": resolved.kernel,
+            "device": resolved.device_type,
+            "device_name": surroundings["device_name"],
+            "host": surroundings["host"],
+            "pid": str(os.getpid()),
+        },
+    )
+    header = prepared.store.header
+    tracker.log_dataset(
+        run_id,
+        name=Path(header.corpus).name,
+        digest=prepared.data_digest,
+        source=header.corpus,
+        profile=report,
+    )

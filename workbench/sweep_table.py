@@ -1,0 +1,109 @@
+"""A sweep's progress on the terminal: a live table, or plain lines where the output is no terminal."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from workbench.outcome import Outcome, Status
+from workbench.plan import Plan, Trial
+
+COLORS = {"done": "green", "completed": "green", "running": "cyan", "waiting": "dim"}
+
+
+class SweepTable:
+    """One row per trial: state, step, losses, tokens per second."""
+
+    def __init__(self, plan: Plan, console: Console | None = None) -> None:
+        """Args: the plan to show; where (standard error by default, since --json owns standard output)."""
+        self.console = console or Console(stderr=True)
+        self.trials = plan.trials
+        self._states = {id(trial): "waiting" if trial.to_do else "done" for trial in plan.trials}
+        self._status: dict[int, Status] = {}
+        self._live = Live(self._render(), console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        done = sum(not trial.to_do for trial in plan.trials)
+        self.console.print(f"{len(plan.trials)} trials: {done} done, {len(plan.trials) - done} to run")
+
+    def __enter__(self) -> "SweepTable":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.update(self._render())
+            self._live.stop()
+
+    def running(self, trial: Trial, status: Status | None) -> None:
+        """Shows where the running trial stands."""
+        if self._live is None and self._states[id(trial)] == "waiting":
+            self.console.print(f"  running    {_name(trial)}", highlight=False)
+        self._states[id(trial)] = "running"
+        if status is not None:
+            self._status[id(trial)] = status
+        if self._live:
+            self._live.update(self._render())
+
+    def ended(self, trial: Trial, outcome: Outcome) -> None:
+        """Shows how a trial ended; a failure's reason stays above the table."""
+        self._states[id(trial)] = outcome.name
+        if outcome.name != "completed":
+            self.console.print(f"[red]{outcome.name}[/red]  {_name(trial)}: {outcome.reason}", highlight=False)
+        elif self._live is None:
+            self.console.print(f"  completed  {_name(trial)}", highlight=False)
+
+    def _render(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for heading, side in (("trial", "left"), ("state", "left"), ("step", "right")):
+            table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        for heading in ("train/loss", "val/loss", "tokens/s"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for trial in self.trials:
+            state, status = self._states[id(trial)], self._status.get(id(trial))
+            table.add_row(
+                _name(trial),
+                f"[{COLORS.get(state, 'red')}]{state}",
+                f"{status.step}/{status.max_steps}" if status and status.max_steps else "",
+                _number(status.loss if status else None, "{:.3f}"),
+                _number(status.validation_loss if status else None, "{:.3f}"),
+                _number(status.tokens_per_second if status else None, "{:,.0f}"),
+            )
+        return table
+
+
+def print_plan(plan: Plan) -> None:
+    """The dry run's table, on standard output."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("cell", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("parameters", "tokens/step", "visible pairs", "PFLOPs"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why")
+    for trial in plan.trials:
+        size = trial.size
+        table.add_row(
+            _name(trial),
+            trial.state,
+            f"{size.parameter_count:,}",
+            f"{size.tokens_per_step:,}",
+            _number(size.visible_pair_share, "{:.1%}"),
+            _number(size.flops and size.flops / 1e15, "{:.3g}"),
+            trial.why,
+        )
+    for cell in plan.excluded:
+        table.add_row(cell.name, "excluded", "", "", "", "", cell.excluded_why)
+    console = Console()
+    console.print(table)
+    if any(trial.size.visible_pair_share is None for trial in plan.trials):
+        console.print("The corpus is not tokenised yet, so visible pairs are unknown: run `workbench prepare CONFIG`.")
+    to_do = sum(trial.to_do for trial in plan.trials)
+    console.print(f"{len(plan.trials)} cells, {to_do} to run. Nothing was written.")
+
+
+def _name(trial: Trial) -> str:
+    return trial.cell.name
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

@@ -1,0 +1,122 @@
+"""One trial as a process: reads its spec, trains, leaves its outcome in its folder.
+
+    folder/
+      trial.json     what to do (TrialSpec)
+      log.txt        everything printed
+      status.json    step, loss, tokens/s while it runs
+      outcome.json   how it ended, written whole or not at all
+      checkpoints/
+
+The launcher reads outcome.json and sets the MLflow status: an exit code is a hint at most (Lightning 2.6 exits with 0
+after SIGTERM).
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workbench.checkpoints import newest_checkpoint
+from workbench.config import RunConfig, resolve
+from workbench.home import read_json, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec:
+    """Everything a trial needs, as plain JSON values."""
+
+    config: dict[str, Any]
+    """The resolved config, nested."""
+    home: str
+    run_id: str
+    folder: str
+    launcher_pid: int
+    """The trial ends when this process does."""
+    resume: bool
+    """Whether to go on from the newest checkpoint in the folder, if there is one."""
+    processes: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; loads back equal with TrialSpec(**...)."""
+        return asdict(self)
+
+    @property
+    def run_config(self) -> RunConfig:
+        """The config as dataclasses."""
+        return resolve(("", self.config))
+
+
+def run_in_child(spec_file: str) -> None:
+    """Entry of a forkserver child: a session of its own, output to the log, then the trial."""
+    os.setsid()
+    log = os.open(Path(spec_file).parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    sys.exit(run_trial(spec_file))
+
+
+def run_trial(spec_file: str) -> int:
+    """Trains what the spec says; the exit code."""
+    spec = TrialSpec(**read_json(Path(spec_file)))
+    _end_with(spec.launcher_pid)
+    from workbench.run import prepare, train
+    from workbench.tracking import Tracker
+
+    config, home, folder = spec.run_config, Path(spec.home), Path(spec.folder)
+    is_first_rank = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    checkpoint = newest_checkpoint(folder) if spec.resume else None
+    outcome = train(
+        lambda: prepare(config, home=home, checkpoint=checkpoint),
+        tracker=Tracker(home, config.tracking.experiment) if is_first_rank else None,
+        run_id=spec.run_id,
+        folder=folder,
+        status_file=folder / "status.json" if is_first_rank else None,
+    )
+    if is_first_rank:
+        write_json(folder / "outcome.json", asdict(outcome))
+    return 0 if outcome.name == "completed" else 1
+
+
+def _end_with(launcher_pid: int) -> None:
+    """Kills this process group soon after the launcher is gone, so that no orphan trains on unseen."""
+
+    def watch() -> None:
+        while is_alive(launcher_pid):
+            time.sleep(1.0)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="end-with-launcher").start()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs (a zombie does not)."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # alive, under another user
+        return True
+    except OSError:  # no /proc on this system
+        return True
+    return state != "Z"
+
+
+def main() -> int:
+    """`python -m workbench.trial --spec FILE`, for launchers that start a fresh interpreter."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.trial")
+    parser.add_argument("--spec", required=True, help="trial.json of a trial's folder")
+    return run_trial(parser.parse_args().spec)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
