@@ -75,7 +75,16 @@ def build_optimizer(module: nn.Module, config: OptimizerConfig) -> AdamW:
 
 
 def build_schedule(optimizer: Optimizer, config: OptimizerConfig, *, max_steps: int) -> LambdaLR:
-    """The scheduler that sets `learning_rate_at` for every step."""
+    """The scheduler that sets `learning_rate_at` for every step.
+
+    Raises:
+        ValueError: the warm-up is longer than the training.
+    """
+    if config.warmup_steps > max_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={config.warmup_steps} is more than the training's {max_steps} steps. "
+            "Set fewer, or more steps in trainer.max_steps."
+        )
     return LambdaLR(optimizer, lambda step: _fraction_at(step, config, max_steps))
 
 

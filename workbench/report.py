@@ -155,11 +155,13 @@ def _row(tracker: Tracker, axes: dict[str, Any], runs: "list[Run]") -> Row:
     completed = [run for run in runs if _outcome(run) == "completed"]
     metrics = {
         name: spread
-        for name in (LOSS, "val/loss_first_token", "val/perplexity", "train/loss", SHARE, MEMORY)
+        for name in (LOSS, "val/loss_first_token", "val/perplexity", "train/loss", MEMORY)
         if (spread := Spread.of(run.data.metrics[name] for run in completed if name in run.data.metrics))
     }
-    if speeds := Spread.of(speed for run in completed if (speed := _speed(tracker, run)) is not None):
-        metrics[SPEED] = speeds
+    for name, over_steps in ((SPEED, _median_after_first), (SHARE, statistics.fmean)):
+        histories = [_history(tracker, run, name) for run in completed]
+        if spread := Spread.of(over_steps(values) for values in histories if values):
+            metrics[name] = spread
     outcomes: dict[str, int] = {}
     for run in runs:
         outcomes[_outcome(run)] = outcomes.get(_outcome(run), 0) + 1
@@ -180,11 +182,15 @@ def _outcome(run: "Run") -> str:
     return tag(run, "outcome") or run.info.status.lower()
 
 
-def _speed(tracker: Tracker, run: "Run") -> float | None:
-    """Median tokens per second, the first point (warm-up) left out."""
-    points = sorted(tracker.client.get_metric_history(run.info.run_id, SPEED), key=lambda point: point.step)
-    values = [point.value for point in points]
-    return statistics.median(values[1:] or values) if values else None
+def _history(tracker: Tracker, run: "Run", metric: str) -> list[float]:
+    """All values of a metric, by step."""
+    points = tracker.client.get_metric_history(run.info.run_id, metric)
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+def _median_after_first(values: list[float]) -> float:
+    """Without the first point, which pays for warming up."""
+    return statistics.median(values[1:] or values)
 
 
 def _one(values: Iterable[str]) -> str:
@@ -237,6 +243,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "seeds": lambda row: str(len(row.seeds)),
     "outcome": lambda row: row.outcome,
 }
+SAID_ONCE = ("kernel", "device", "seeds", "outcome")
+"""Columns that the terminal shows as one line below the table where all cells agree."""
 
 
 def _metric(row: Row, name: str, form: str) -> str:
@@ -337,15 +345,25 @@ def log_report(tracker: Tracker, report: Report) -> None:
 
 def print_report(report: Report) -> None:
     """The table on the terminal."""
-    from rich.console import Console
+    from rich.console import Console, JustifyMethod
     from rich.table import Table
 
     headings, rows = as_table(report)
-    device = {row.device for row in report.rows if row.device}
-    shown = [index for index, heading in enumerate(headings) if not (heading == "device" and len(device) == 1)]
-    table = Table(title=f"{report.sweep}" + (f" on {next(iter(device))}" if len(device) == 1 else ""), title_justify="left")
-    for index in shown:
-        table.add_column(headings[index], justify="left" if index < len(report.axis_keys) else "right")
+    common = {
+        heading: rows[0][index]
+        for index, heading in enumerate(headings)
+        if rows and heading in SAID_ONCE and len({row[index] for row in rows}) == 1
+    }
+    table = Table(box=None, padding=(0, 1, 0, 0), title=report.sweep, title_justify="left")
+    for heading in headings:
+        if heading not in common:
+            # A space and not an underscore, so that a narrow terminal can break the heading.
+            is_axis = heading not in COLUMNS
+            side: JustifyMethod = "left" if is_axis else "right"
+            width = max(len(row[headings.index(heading)]) for row in rows) if is_axis else None
+            table.add_column(heading.replace("_", " "), justify=side, vertical="bottom", min_width=width)
     for row in rows:
-        table.add_row(*(row[index] for index in shown))
-    Console().print(table, highlight=False)
+        table.add_row(*(cell for heading, cell in zip(headings, row, strict=True) if heading not in common))
+    console = Console()
+    console.print(table, highlight=False)
+    console.print("All cells: " + ", ".join(f"{heading} {value}" for heading, value in common.items()), highlight=False)

@@ -48,6 +48,11 @@ class Cell:
     seed: int
     excluded_why: str | None
 
+    @property
+    def label(self) -> str:
+        """The name without the axes' names, for narrow tables: 512 32-true anchor."""
+        return " ".join(part.partition("=")[2] for part in self.name.split(" "))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:

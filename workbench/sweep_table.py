@@ -1,5 +1,6 @@
 """A sweep's progress on the terminal: a live table, or plain lines where the output is no terminal."""
 
+from collections import Counter
 from types import TracebackType
 
 from rich.console import Console
@@ -38,7 +39,7 @@ class SweepTable:
     def running(self, trial: Trial, status: Status | None) -> None:
         """Shows where the running trial stands."""
         if self._live is None and self._states[id(trial)] == "waiting":
-            self.console.print(f"  running    {_name(trial)}", highlight=False)
+            self.console.print(f"  running    {trial.cell.label}", highlight=False)
         self._states[id(trial)] = "running"
         if status is not None:
             self._status[id(trial)] = status
@@ -49,9 +50,9 @@ class SweepTable:
         """Shows how a trial ended; a failure's reason stays above the table."""
         self._states[id(trial)] = outcome.name
         if outcome.name != "completed":
-            self.console.print(f"[red]{outcome.name}[/red]  {_name(trial)}: {outcome.reason}", highlight=False)
+            self.console.print(f"[red]{outcome.name}[/red]  {trial.cell.label}: {outcome.reason}", highlight=False)
         elif self._live is None:
-            self.console.print(f"  completed  {_name(trial)}", highlight=False)
+            self.console.print(f"  completed  {trial.cell.label}", highlight=False)
 
     def _render(self) -> Table:
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -62,7 +63,7 @@ class SweepTable:
         for trial in self.trials:
             state, status = self._states[id(trial)], self._status.get(id(trial))
             table.add_row(
-                _name(trial),
+                trial.cell.label,
                 f"[{COLORS.get(state, 'red')}]{state}",
                 f"{status.step}/{status.max_steps}" if status and status.max_steps else "",
                 _number(status.loss if status else None, "{:.3f}"),
@@ -76,34 +77,43 @@ def print_plan(plan: Plan) -> None:
     """The dry run's table, on standard output."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("cell", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("parameters", "tokens/step", "visible pairs", "PFLOPs"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("why")
+        table.add_column(heading, no_wrap=True, vertical="bottom")
+    for heading in ("parameters", "tokens per step", "visible pairs", "FLOPs"):
+        table.add_column(heading, justify="right", vertical="bottom", min_width=8)
     for trial in plan.trials:
         size = trial.size
         table.add_row(
-            _name(trial),
+            trial.cell.label,
             trial.state,
-            f"{size.parameter_count:,}",
+            _short(size.parameter_count),
             f"{size.tokens_per_step:,}",
             _number(size.visible_pair_share, "{:.1%}"),
-            _number(size.flops and size.flops / 1e15, "{:.3g}"),
-            trial.why,
+            _number(size.flops, "{:.2e}"),
         )
     for cell in plan.excluded:
-        table.add_row(cell.name, "excluded", "", "", "", "", cell.excluded_why)
+        table.add_row(cell.label, "excluded", "", "", "", "")
     console = Console()
     console.print(table)
+    reasons = Counter((trial.state, trial.why) for trial in plan.trials if trial.to_do and trial.why)
+    reasons.update(("excluded", cell.excluded_why or "") for cell in plan.excluded)
+    for (state, why), count in reasons.items():
+        console.print(f"{state} ({count}): {why}", highlight=False)
     if any(trial.size.visible_pair_share is None for trial in plan.trials):
         console.print("The corpus is not tokenised yet, so visible pairs are unknown: run `workbench prepare CONFIG`.")
     to_do = sum(trial.to_do for trial in plan.trials)
     console.print(f"{len(plan.trials)} cells, {to_do} to run. Nothing was written.")
 
 
-def _name(trial: Trial) -> str:
-    return trial.cell.name
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
+
+
+def _short(count: float) -> str:
+    """1017472 -> 1.02M"""
+    for unit in ("", "K", "M", "B"):
+        if count < 1000:
+            break
+        count /= 1000
+    else:
+        unit = "T"
+    return f"{count:.3g}{unit}"

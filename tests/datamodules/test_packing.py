@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datamodules.packing import RowPiece, best_fit_decreasing, plan_rows
+from datamodules.packing import RowPiece, plan_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 ANCHORS = st.sampled_from(["row_start", "every_document", "none"])
@@ -166,22 +166,6 @@ def test_concatenate_is_one_long_row_cut(lengths, context_length, anchor, tail):
         for row in range(packed.rows)
     ]
     assert drawn == rows
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=80), st.integers(30, 700))
-def test_best_fit_decreasing_is_the_textbook_one(widths, room):
-    """Oracle: one piece after another, looking at every open row. Rows of equal rest are interchangeable, so the
-    rests of all rows have to agree."""
-    rests = []
-    for width in sorted(widths, reverse=True):
-        fitting = [i for i, rest in enumerate(rests) if rest >= width]
-        if fitting:
-            rests[min(fitting, key=rests.__getitem__)] -= width
-        else:
-            rests.append(room - width)
-    filled = np.bincount(best_fit_decreasing(np.array(widths), room), widths)
-    assert sorted((room - filled).astype(int).tolist()) == sorted(rests)
 
 
 def test_best_fit_never_cuts_what_fits():

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules.config import DataConfig
@@ -11,6 +11,7 @@ def split(lengths, fraction=0.3, tokens=100, seed=0):
     return split_documents(np.array(lengths), validation_fraction=fraction, validation_tokens=tokens, shuffle_seed=seed)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(2, 40), min_size=2, max_size=60), st.floats(0.01, 0.5), st.integers(40, 300), st.integers(0, 9)
 )

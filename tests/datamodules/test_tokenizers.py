@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules.tokenizers import load_tokenizer
@@ -26,6 +26,7 @@ def saved(tmp_path):
     return tmp_path
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_are_utf8_and_come_back(text):
     tokenizer = load_tokenizer("byte")

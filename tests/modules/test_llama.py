@@ -88,7 +88,9 @@ def test_logits_and_gradients_equal_hugging_face(kv_heads: int, tied: bool, kern
     our_gradients = {name: p.grad for name, p in ours.named_parameters()}
     assert our_gradients.keys() == their_gradients.keys()
     for name, gradient in our_gradients.items():
-        torch.testing.assert_close(gradient, their_gradients[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradient, their_gradients[name], rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,12 @@ def test_one_seed_starts_from_the_same_weights_in_every_dtype(dtype: torch.dtype
 def test_initial_spread() -> None:
     model = build(shape(width=256, heads=8, kv_heads=8, head_width=32, hidden_width=512, layers=8))
     layer = model.layers[5]
-    for weight in (model.head_weight_VE, model.embed_tokens.weight, layer.self_attn.k_proj.weight, layer.mlp.up_proj.weight):
+    for weight in (
+        model.head_weight_VE,
+        model.embed_tokens.weight,
+        layer.self_attn.k_proj.weight,
+        layer.mlp.up_proj.weight,
+    ):
         assert weight.std().item() == pytest.approx(0.02, rel=0.02)
     for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
         assert weight.std().item() == pytest.approx(0.005, rel=0.02)  # 0.02 / sqrt(2 * 8)
@@ -294,4 +301,8 @@ def test_impossible_shapes_are_all_named_at_once() -> None:
     assert "head_width=7 must be even" in str(error.value)
     with pytest.raises(ValueError) as error:
         shape(layers=0, kv_heads=0, rope_theta=-1.0)
-    assert [line.split(" ")[0] for line in str(error.value).splitlines()] == ["layers=0", "kv_heads=0", "rope_theta=-1.0"]
+    assert [line.split(" ")[0] for line in str(error.value).splitlines()] == [
+        "layers=0",
+        "kv_heads=0",
+        "rope_theta=-1.0",
+    ]

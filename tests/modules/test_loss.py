@@ -29,7 +29,9 @@ def inputs(dtype: torch.dtype, *, seed: int = 0, targets: float = 0.7) -> tuple[
 
 def at_once(hidden: Tensor, weight: Tensor, labels: Tensor, reduction: str = "sum") -> Tensor:
     logits = F.linear(hidden, weight).flatten(0, 1)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), reduction=reduction)
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten(), reduction=reduction
+    )
 
 
 @settings(max_examples=40, deadline=None)

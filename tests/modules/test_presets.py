@@ -95,7 +95,11 @@ def test_wrong_settings_name_their_key(settings: dict[str, Any], key: str, hint:
             {},
             ["model.overrides.width: width=130", "model.overrides.layers=0"],
         ),
-        ({"vocabulary_size": 200}, {}, ["model.overrides.vocabulary_size: the model has 200 tokens, the tokenizer 258"]),
+        (
+            {"vocabulary_size": 200},
+            {},
+            ["model.overrides.vocabulary_size: the model has 200 tokens, the tokenizer 258"],
+        ),
         ({"rope_theta": 1e4}, {"rope_theta": 2e4}, ["rotary.theta=20000.0 and model.overrides.rope_theta=10000.0"]),
     ],
 )

@@ -24,7 +24,9 @@ WIDTH, THETA = 8, 10_000.0
 LOW = (torch.bfloat16, torch.float16)
 
 
-def tables(position_BT: Tensor, precision: str, dtype: torch.dtype, theta: float = THETA, width: int = WIDTH) -> RotaryTables:
+def tables(
+    position_BT: Tensor, precision: str, dtype: torch.dtype, theta: float = THETA, width: int = WIDTH
+) -> RotaryTables:
     config = RotaryConfig(precision=precision)  # type: ignore[arg-type]
     return rotary_tables(position_BT, config=config, head_width=width, theta=theta, compute_dtype=dtype)
 

@@ -1,0 +1,109 @@
+"""Layers merge in order, and every mistake is named with its key, value and way out."""
+
+from pathlib import Path
+
+import pytest
+
+from workbench.config import RunConfig, UserError, flatten, parse_assignments, read_yaml, resolve, to_dict
+
+
+def message(*layers) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(*layers)
+    return str(caught.value)
+
+
+def test_later_layers_win():
+    config = resolve(
+        ("a.yaml", {"data": {"context_length": 512}, "seed": 1}),
+        ("b.yaml", {"data.context_length": 1024}),
+        ("command line", {"seed": 2}),
+    )
+    assert (config.data.context_length, config.seed) == (1024, 2)
+    assert config.attention.strategy == RunConfig().attention.strategy
+
+
+def test_config_survives_a_round_trip():
+    config = resolve(("", {"attention.strategy": "anchor", "model": {"overrides": {"layers": 2}}, "optimizer.learning_rate": 1e-3}))
+    assert resolve(("", to_dict(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        ({"data": {"contxt_length": 512}}, ["data.contxt_length", "data.context_length"]),
+        ({"context_length": 512}, ["context_length is no setting", "data.context_length"]),
+        ({"attention": {"strategy": "ancor"}}, ["attention.strategy", "ancor", "anchor"]),
+        ({"data": {"context_length": "128K"}}, ["data.context_length", "128K", "131072"]),
+        ({"data": {"context_length": 2.5}}, ["data.context_length=2.5", "whole number"]),
+        ({"data": {"context_length": 1}}, ["data.context_length=1"]),
+        ({"data": {"context_length": True}}, ["data.context_length=True", "whole number"]),
+        ({"data": 3}, ["data is a section"]),
+        ({"trainer": {"precision": "bf16"}}, ["trainer.precision='bf16'", "bf16-true"]),
+        ({"trainer": {"max_steps": 0}}, ["trainer.max_steps=0", "at least 1"]),
+        ({"optimizer": {"learning_rate": "fast"}}, ["optimizer.learning_rate='fast'", "a number"]),
+        ({"name": 7}, ["name=7", "text"]),
+        ({"rotary": {"precision": "low"}}, ["rotary.precision", "low_positions"]),
+        ({"rotary": {"scaling": "yarn"}}, ["rotary.scaling"]),
+        ({"model": {"overrides": {"layrs": 2}}}, ["model.overrides.layrs", "layers"]),
+    ],
+)
+def test_each_mistake_names_key_value_and_remedy(layer, parts):
+    text = message(("f.yaml", layer))
+    for part in parts:
+        assert part in text, text
+
+
+def test_all_mistakes_are_reported_at_once():
+    text = message(
+        ("f.yaml", {"data": {"contxt_length": 1}, "trainer": {"max_steps": "many"}}),
+        ("command line", {"trainer.rows_per_batch": 0, "data.validation_fraction": 2.0}),
+    )
+    for part in ("contxt_length", "max_steps", "trainer.rows_per_batch=0", "data.validation_fraction=2.0"):
+        assert part in text, text
+
+
+def test_values_on_the_command_line_are_yaml():
+    assert parse_assignments(["a.b=1", "c=1e-3", "d=null", "e=x=y", "f=[1,2]", "g="]) == {
+        "a.b": 1, "c": 1e-3, "d": None, "e": "x=y", "f": [1, 2], "g": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["attention.strategy"], ["=3"], ["a=1", "a=2"], ["a={b"]])
+def test_a_word_that_is_no_setting(words):
+    with pytest.raises(UserError):
+        parse_assignments(words)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"data: {corpus: [}\n", ":1"),
+        (b"- a\n- b\n", "must hold keys and values"),
+        (b"a: 1\na: 2\n", "a"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"just text", "must hold keys and values"),
+    ],
+)
+def test_a_yaml_file_that_cannot_be_read(tmp_path, content, part):
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="bad.yaml") as caught:
+        read_yaml(file)
+    assert part in str(caught.value)
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        read_yaml(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_yaml(tmp_path)
+    (tmp_path / "empty.yaml").write_text("")
+    assert read_yaml(tmp_path / "empty.yaml") == {}
+
+
+def test_numbers_in_yaml_are_numbers(tmp_path):
+    """PyYAML alone would read 1e-3 as text."""
+    file = Path(tmp_path / "f.yaml")
+    file.write_text("optimizer: {learning_rate: 1e-3}\n")
+    assert flatten(read_yaml(file)) == {"optimizer.learning_rate": 1e-3}
