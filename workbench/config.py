@@ -148,8 +148,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UserError: no such file, no YAML (with the line), or no mapping.
     """
     try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{path}: must hold keys and values, not a {root.id}.")
         # OmegaConf's loader and not PyYAML's: 1e-3 is a number, and a key given twice is an error.
-        loaded = OmegaConf.to_container(OmegaConf.load(path)) if path.read_text(encoding="utf-8").strip() else {}
+        loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -158,8 +163,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UserError(f"{where}: is no valid YAML: {getattr(error, 'problem', None) or error}.") from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path}: must hold keys and values, not a {type(loaded).__name__}.")
     return {str(key): value for key, value in loaded.items()}
 
 
@@ -172,6 +175,9 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
             raise UserError(f"{word!r} is no setting. Write key=value, for example attention.strategy=anchor.")
         if key in assignments:
             raise UserError(f"{key} is set twice on the command line.")
+        if not text:  # `data.end_of_document=` is the empty text; null is written null
+            assignments[key] = ""
+            continue
         try:
             parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -198,7 +204,7 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
                 except (OmegaConfBaseException, ValueError):
                     problem = f"{key}={value!r} must be {_describe(kinds.get(key))}."
             if problem:
-                problems.append(f"{where}: {problem}" if where else problem)
+                problems.append(f"{_place(where, key)}: {problem}" if where else problem)
     sections: dict[str, Any] = {}
     for item in dataclasses.fields(RunConfig):
         try:
@@ -209,6 +215,23 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return RunConfig(**sections)
+
+
+def _place(where: str, key: str) -> str:
+    """'file.yaml:12' where `where` is a YAML file that sets the dotted key, else `where`."""
+    if not Path(where).is_file():
+        return where
+    node, parts = yaml.compose(Path(where).read_text(encoding="utf-8"), Loader=yaml.SafeLoader), key.split(".")
+    line = None
+    while parts and isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            words = str(name.value).split(".")
+            if words == parts[: len(words)]:
+                line, node, parts = name.start_mark.line + 1, value, parts[len(words) :]
+                break
+        else:
+            break
+    return f"{where}:{line}" if line else where
 
 
 def _schema_leaves(layer: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,21 +1,16 @@
-"""One causal `scaled_dot_product_attention` per document: the cost of the visible pairs, on any device torch knows.
+"""One causal `scaled_dot_product_attention` per segment: the cost of the visible pairs, on any device torch knows.
 
-The tokens of the batch are cut into *blocks*, attended to block by block, and joined again:
+    anchor, one row     A a a | b b | - -
+    blocks              [A a a]  [A b b]     the anchor's query stands in front of b too, since `is_causal` aligns
+                                             top left where there are more keys than queries
+    joined               A a a      b b  0 0     its second output is left out, and padding gets zeros
 
-    anchor, one row    A a a | b b | - -
-    blocks             [A a a]  [A b b]        the anchor's query stands in front of b too, because `is_causal`
-                                               aligns top left when there are more keys than queries
-    joined              A a a      b b  0 0    its second output is dropped
-
-Shape letters: B rows, T tokens in a row, N = B * T tokens of the batch, S segments in a block, L tokens of a block's
-segments, H query heads, G key and value heads, X any of the two, D head width.
+Shape letters: B rows, T tokens in a row, N = B * T tokens of the batch, n tokens of one block, H query heads, G key and
+value heads, X either of the two, D head width.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +22,6 @@ from modules.attention.capabilities import Request
 from modules.attention.strategies import Strategy
 
 DEVICES = ("cpu", "cuda", "mps")
-
-SHORT_TOKENS = 256
-"""Up to this length the call, not the arithmetic, sets the cost, so segments share calls: see `Layout`."""
-
-SHORT_STEP = 32
-"""Short segments are filled up to a multiple of this, the CPU kernel's own block of queries."""
 
 
 def why_not(request: Request) -> str | None:
@@ -55,129 +44,99 @@ def compute(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, borders: Borders, st
     """See `Kernel.compute`."""
     rows, _, tokens, _ = q_BHTD.shape
     segments = borders.segments(strategy)
+    if all(segment.padding for segment in segments):
+        return q_BHTD.masked_fill(torch.ones_like(q_BHTD, dtype=torch.bool), 0.0)
     if len(segments) == rows and not any(segment.padding for segment in segments):
         return _causal(q_BHTD, k_BGTD, v_BGTD)
 
-    layout = Layout.of(segments, tokens=tokens)
-    # Tokens before heads is how projections and SDPA itself lay memory out, so `flatten` is a view.
-    blocks = [_Cut.apply(x.transpose(1, 2).flatten(0, 1), layout) for x in (q_BHTD, k_BGTD, v_BGTD)]
-    outputs = [_causal(*block) for block in zip(*blocks, strict=True)]
-    out_NHD = _Join.apply(layout, *outputs)
-    return out_NHD.unflatten(0, (rows, tokens)).transpose(1, 2)
-
-
-class Place(NamedTuple):
-    """Where a segment's tokens stand among the blocks."""
-
-    block: int
-    slot: int
-    """Index of the segment in its block."""
-    offset: int
-    """1 where the shared anchor stands in front of the segment, otherwise 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which segments are attended to in one call.
-
-    A long segment is a block of its own. Short ones of about one length make a block together, filled up at their
-    ends: a causal query never sees what follows it, so the filling changes nothing and is cut off afterwards.
-    """
-
-    segments: tuple[Segment, ...]
-    tokens: int
-    """Tokens in a row."""
-    places: tuple[Place | None, ...]
-    """One for each segment; None for padding, which attends to nothing."""
-    blocks: tuple[tuple[int, tuple[int, ...]], ...]
-    """(L, indices of the S segments) of each block."""
-
-    @classmethod
-    def of(cls, segments: tuple[Segment, ...], *, tokens: int) -> Layout:
-        members: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, segment in enumerate(segments):
-            if not segment.padding:
-                length = segment.stop - segment.start + segment.sees_anchor
-                short = length <= SHORT_TOKENS
-                key = (-(-length // SHORT_STEP) * SHORT_STEP, -1) if short else (length, index)
-                members[key].append(index)
-        places: list[Place | None] = [None] * len(segments)
-        for block, indices in enumerate(members.values()):
-            for slot, index in enumerate(indices):
-                places[index] = Place(block, slot, int(segments[index].sees_anchor))
-        blocks = tuple((key[0], tuple(indices)) for key, indices in members.items())
-        return cls(segments=segments, tokens=tokens, places=tuple(places), blocks=blocks)
-
-    def to_blocks(self, x_NXD: Tensor, *, anchors: bool) -> tuple[Tensor, ...]:
-        """Copy the tokens into blocks of shape [S, X, L, D], with the anchors or with zeros in their place."""
-        lengths = [segment.stop - segment.start for segment in self.segments]
-        pieces = x_NXD.split(lengths)
-        zeros = x_NXD.new_zeros(SHORT_STEP, *x_NXD.shape[1:])
-        parts: list[Tensor] = []
-        for length, indices in self.blocks:
-            for index in indices:
-                segment = self.segments[index]
-                if segment.sees_anchor:
-                    first = segment.row * self.tokens
-                    parts.append(x_NXD[first : first + 1] if anchors else zeros[:1])
-                parts.append(pieces[index])
-                filling = length - lengths[index] - segment.sees_anchor
-                if filling:
-                    parts.append(zeros[:filling])
-        sizes = [length * len(indices) for length, indices in self.blocks]
-        flat = torch.cat(parts).split(sizes)
-        return tuple(
-            x.unflatten(0, (-1, length)).transpose(1, 2) for x, (length, _) in zip(flat, self.blocks, strict=True)
-        )
-
-    def from_blocks(self, blocks: tuple[Tensor, ...]) -> Tensor:
-        """The segments' own tokens in the order of the batch, zeros for padding: [N, X, D]."""
-        parts: list[Tensor] = []
-        for segment, place in zip(self.segments, self.places, strict=True):
-            length = segment.stop - segment.start
-            if place is None:
-                parts.append(blocks[0].new_zeros(length, blocks[0].shape[1], blocks[0].shape[3]))
-            else:
-                piece = blocks[place.block][place.slot].transpose(0, 1)
-                parts.append(piece[place.offset : place.offset + length])
-        return torch.cat(parts)
+    # Tokens before heads is how projections and SDPA itself lay memory out: `flatten` is a view, pieces are contiguous.
+    end_to_end = (x.transpose(1, 2).flatten(0, 1)[None] for x in (q_BHTD, k_BGTD, v_BGTD))
+    blocks = _Cut.apply(segments, tokens, *end_to_end)
+    count = len(blocks) // 3
+    outputs = [_causal(*blocks[i::count]) for i in range(count)]
+    return _Join.apply(segments, *outputs)[0].unflatten(0, (rows, tokens)).transpose(1, 2)
 
 
 class _Cut(torch.autograd.Function):
-    """Tokens to blocks. Its own gradient, because autograd's would copy q, k and v once more, node by node."""
+    """q, k and v end to end, each [1, N, X, D], to blocks [1, X, n, D]: all of q's, then k's, then v's.
+
+    There is one block for each segment that is no padding. Cutting and joining have gradients of their own that copy
+    each tensor once, by one concatenation. Autograd's would take a dozen nodes per segment, and with slices a gradient
+    of the full size for each of them.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NXD: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-        ctx.layout = layout
-        return layout.to_blocks(x_NXD, anchors=True)
+    def forward(ctx: Any, segments: tuple[Segment, ...], tokens: int, *q_k_v: Tensor) -> tuple[Tensor, ...]:
+        ctx.segments, ctx.tokens = segments, tokens
+        rows = {segment.row for segment in segments if segment.sees_anchor}
+        blocks: tuple[Tensor, ...] = ()
+        for x_1NXD in q_k_v:
+            blocks += _to_blocks(x_1NXD, segments, {row: x_1NXD.narrow(1, row * tokens, 1) for row in rows})
+        return blocks
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        layout: Layout = ctx.layout
-        grad_NXD = layout.from_blocks(grads)
-        # Every copy of an anchor hands its gradient to the one token it was copied from.
-        copies: dict[int, list[Tensor]] = defaultdict(list)
-        for segment, place in zip(layout.segments, layout.places, strict=True):
-            if place is not None and segment.sees_anchor:
-                copies[segment.row * layout.tokens].append(grads[place.block][place.slot, :, 0])
-        for first, of_copies in copies.items():
-            grad_NXD[first] += torch.stack(of_copies).sum(0)
-        return grad_NXD, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(grads) // 3
+        joined = []
+        for i in range(0, len(grads), count):
+            grad_1NXD, grad_of_copies = _from_blocks(grads[i : i + count], ctx.segments)
+            for row, copies in grad_of_copies.items():
+                grad_1NXD[:, row * ctx.tokens] += torch.cat(copies, dim=1).sum(1)
+            joined.append(grad_1NXD)
+        return None, None, *joined
 
 
 class _Join(torch.autograd.Function):
-    """Blocks to tokens, leaving out the anchors' copies and the filling."""
+    """The way back: outputs of the blocks, [1, H, n, D], to tokens end to end, [1, N, H, D]."""
 
     @staticmethod
-    def forward(ctx: Any, layout: Layout, *blocks: Tensor) -> Tensor:
-        ctx.layout = layout
-        return layout.from_blocks(blocks)
+    def forward(ctx: Any, segments: tuple[Segment, ...], *blocks: Tensor) -> Tensor:
+        ctx.segments = segments
+        return _from_blocks(blocks, segments)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NHD: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.layout.to_blocks(grad_NHD, anchors=False)
+    def backward(ctx: Any, grad_1NHD: Tensor) -> tuple[Tensor | None, ...]:
+        nothing = torch.zeros_like(grad_1NHD[:, :1])
+        anchors = {segment.row: nothing for segment in ctx.segments}
+        return None, *_to_blocks(grad_1NHD, ctx.segments, anchors)
+
+
+def _to_blocks(x_1NXD: Tensor, segments: tuple[Segment, ...], anchors: dict[int, Tensor]) -> tuple[Tensor, ...]:
+    """Cut into blocks, with the row's anchor in front where the segment sees it. Copies only if some segment does."""
+    lengths = [segment.stop - segment.start for segment in segments]
+    if not any(segment.sees_anchor for segment in segments):
+        pieces = x_1NXD.transpose(1, 2).split(lengths, dim=2)
+        return tuple(piece for piece, segment in zip(pieces, segments, strict=True) if not segment.padding)
+    parts: list[Tensor] = []
+    block_lengths: list[int] = []
+    for piece, segment, length in zip(x_1NXD.split(lengths, dim=1), segments, lengths, strict=True):
+        if segment.padding:
+            continue
+        if segment.sees_anchor:
+            parts.append(anchors[segment.row])
+        parts.append(piece)
+        block_lengths.append(length + segment.sees_anchor)
+    return torch.cat(parts, dim=1).transpose(1, 2).split(block_lengths, dim=2)
+
+
+def _from_blocks(blocks: tuple[Tensor, ...], segments: tuple[Segment, ...]) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    """Join the segments' own tokens and zeros for padding; apart from them, each row's copies of its anchor."""
+    parts: list[Tensor] = []
+    copies: dict[int, list[Tensor]] = defaultdict(list)
+    remaining = iter(blocks)
+    for segment in segments:
+        length = segment.stop - segment.start
+        if segment.padding:
+            parts.append(blocks[0].new_zeros(1, length, blocks[0].shape[1], blocks[0].shape[3]))
+            continue
+        part = next(remaining).transpose(1, 2)
+        if segment.sees_anchor:
+            copy, part = part.split([1, length], dim=1)
+            copies[segment.row].append(copy)
+        parts.append(part)
+    return torch.cat(parts, dim=1), copies
 
 
 def _causal(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
@@ -194,9 +153,10 @@ def _causal(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
 def _fused_takes_shared_heads(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> bool:
     """Whether `enable_gqa` keeps a fused kernel, forward and backward.
 
-    The CPU's does, and is then up to 1.5 x faster than on repeated key heads (short segments most). On CUDA
-    FlashAttention does, while memory-efficient attention, the only fused one for float32, does not: without repeated
-    heads SDPA would fall back to all T x T scores.
+    The CPU's does, and is then faster than on repeated key heads: 1.6 x at 16 tokens, 1.2 x at 128, as fast from 1024
+    on, where it still saves their memory (torch 2.13, 8 heads on 4, forward and backward). On CUDA
+    FlashAttention takes them too, while memory-efficient attention, the only fused one for float32, does not: without
+    repeated heads SDPA would fall back to all T x T scores.
     """
     if q_BHTD.device.type == "cuda":
         params = torch.backends.cuda.SDPAParams(q_BHTD, k_BGTD, v_BGTD, None, 0.0, True, True)

@@ -147,7 +147,7 @@ def visible_pairs(
         strategy: what a query may see.
         document_lengths: int64 [N], tokens of every document piece, its own copy of an anchor included; >= 1.
         row: int64 [N], the row each piece stands in, in 0 .. rows - 1.
-        anchor_tokens: shared anchor tokens at the start of every row (1 for `data.anchor: row_start`, otherwise 0).
+        anchor_tokens: 1 where every row starts with a shared anchor (`data.anchor: row_start`), otherwise 0.
         rows: number of rows; rows without any document are allowed.
     Returns:
         int64 [rows].
@@ -156,10 +156,8 @@ def visible_pairs(
         row_lengths = np.full(rows, anchor_tokens, dtype=np.int64)
         np.add.at(row_lengths, row, document_lengths)
         return _pairs_in_scope(strategy, row_lengths)
+    pairs = np.full(rows, anchor_tokens * (anchor_tokens + 1) // 2, dtype=np.int64)
     seen_of_anchor = anchor_tokens * document_lengths if strategy.anchor else 0
-    # An anchor sees all of itself whatever the window, since document 0 is exempt from it.
-    own = replace(strategy, window=None, sink=0) if strategy.anchor else strategy
-    pairs = np.full(rows, _pairs_in_scope(own, np.asarray(anchor_tokens, dtype=np.int64)), dtype=np.int64)
     np.add.at(pairs, row, _pairs_in_scope(strategy, document_lengths) + seen_of_anchor)
     return pairs
 

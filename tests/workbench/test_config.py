@@ -54,6 +54,14 @@ def test_each_mistake_names_key_value_and_remedy(layer, parts):
         assert part in text, text
 
 
+def test_a_mistake_in_a_file_has_its_line(tmp_path):
+    file = tmp_path / "f.yaml"
+    file.write_text("seed: 1\ndata:\n  tail: drop\n  contxt_length: 4\ntrainer.max_steps: many\n")
+    text = message((str(file), read_yaml(file)))
+    assert f"{file}:4: data.contxt_length" in text
+    assert f"{file}:5: trainer.max_steps" in text
+
+
 def test_all_mistakes_are_reported_at_once():
     text = message(
         ("f.yaml", {"data": {"contxt_length": 1}, "trainer": {"max_steps": "many"}}),
