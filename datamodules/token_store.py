@@ -11,7 +11,7 @@ context lengths tokenises once.
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -95,23 +95,33 @@ class TokenStore:
         return cls._open_whole(_directory(home, config, tokenizer, corpus_digest(config.corpus)))
 
     @classmethod
-    def open_or_build(cls, home: Path, config: DataConfig, tokenizer: Tokenizer) -> Self:
+    def open_or_build(
+        cls,
+        home: Path,
+        config: DataConfig,
+        tokenizer: Tokenizer,
+        *,
+        accept: Callable[[np.ndarray], object] = lambda lengths: None,
+    ) -> Self:
         """The store of these settings, tokenised first where it is missing.
 
         Any number of processes may ask for one store at once: one builds, the others wait for it. A failed build
         leaves nothing behind.
 
+        Args:
+            accept: given the documents' lengths (int64 [documents]) before the store is kept; raises for documents
+                that nothing can be made of, and the store is not kept then.
         Raises:
-            ValueError: what `read_documents` raises, or a corpus without text.
+            ValueError: what `read_documents` raises, a corpus without text, or what `accept` raises.
         """
         digest = corpus_digest(config.corpus)
         directory = _directory(home, config, tokenizer, digest)
-        if (store := cls._open_whole(directory)) is not None:
-            return store
-        with _locked(directory):
-            if (store := cls._open_whole(directory)) is None:
-                _build(directory, config, tokenizer, digest)
-                store = cls(directory)
+        if (store := cls._open_whole(directory)) is None:
+            with _locked(directory):
+                if (store := cls._open_whole(directory)) is None:
+                    _build(directory, config, tokenizer, digest, accept)
+                    return cls(directory)
+        accept(store.lengths)
         return store
 
     @classmethod
@@ -146,7 +156,13 @@ def _locked(directory: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def _build(directory: Path, config: DataConfig, tokenizer: Tokenizer, digest: str) -> None:
+def _build(
+    directory: Path,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    digest: str,
+    accept: Callable[[np.ndarray], object],
+) -> None:
     """Tokenises into a folder beside `directory` and renames it when whole. The caller holds the lock."""
     partial = directory.with_suffix(".partial")
     for stale in (directory, partial):  # not whole, or of a build that was killed
@@ -155,6 +171,7 @@ def _build(directory: Path, config: DataConfig, tokenizer: Tokenizer, digest: st
     try:
         header = _write(partial, config, tokenizer, digest)
         (partial / "header.json").write_text(json.dumps(asdict(header), indent=2) + "\n")
+        accept(TokenStore(partial).lengths)
         partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

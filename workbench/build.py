@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from datamodules.config import DataConfig
@@ -116,7 +117,9 @@ def _device_type(config: RunConfig) -> str:
     asked, precision, devices = config.trainer.accelerator, config.trainer.precision, config.trainer.devices
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
-        raise ValueError("trainer.accelerator='cuda', but torch finds no CUDA device here. Set trainer.accelerator=auto.")
+        raise ValueError(
+            "trainer.accelerator='cuda', but torch finds no CUDA device here. Set trainer.accelerator=auto."
+        )
     device_type = "cuda" if has_cuda and asked != "cpu" else "cpu"
     if device_type == "cpu" and precision.startswith("16-"):
         # Lightning would silently compute bfloat16 for 16-mixed.
@@ -168,9 +171,7 @@ def _kernel(config: RunConfig, strategy: Strategy, device_type: str, shape: Llam
 def model(resolved: Resolved) -> Llama:
     """The Llama with the config's initial weights, in float32 (Lightning's precision plugin casts it)."""
     torch.manual_seed(resolved.config.seed)
-    return Llama(
-        resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary
-    )
+    return Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
 
 
 def module(resolved: Resolved) -> "LanguageModel":
@@ -185,14 +186,23 @@ def module(resolved: Resolved) -> "LanguageModel":
     )
 
 
-def store(resolved: Resolved, home: Path) -> TokenStore:
+def store(resolved: Resolved, home: Path, *others: Resolved) -> TokenStore:
     """The corpus as tokens, tokenised now if this is the first time.
 
+    Args:
+        resolved: whose corpus and tokenizer.
+        home: where token stores live.
+        others: more configs over the same corpus and tokenizer; rows must be possible for all.
     Raises:
-        UserError: the corpus cannot be read, with file and line or byte; nothing is left behind.
+        UserError: the corpus cannot be read (with file and line or byte), or makes no rows. Nothing is left behind.
     """
+
+    def accept(lengths: np.ndarray) -> None:
+        for each in (resolved, *others):
+            plan_parts(lengths, each.data)
+
     with user_input():
-        return TokenStore.open_or_build(home, resolved.data, resolved.tokenizer)
+        return TokenStore.open_or_build(home, resolved.data, resolved.tokenizer, accept=accept)
 
 
 def data(resolved: Resolved, tokens: TokenStore) -> "PackedTextDataModule":

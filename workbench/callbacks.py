@@ -48,7 +48,9 @@ class StepMetrics(lightning.Callback):
         if self._since is None:
             self._since, self._tokens = time.perf_counter(), 0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: PackedBatch, batch_idx: int
+    ) -> None:
         """Counts a micro batch, and after a step logs it."""
         assert isinstance(pl_module, LanguageModel)
         self._tokens += batch.tokens_BT.numel() * trainer.world_size

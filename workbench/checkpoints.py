@@ -19,7 +19,9 @@ def checkpoint_step(path: Path) -> int | None:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of a run's folder with the most steps."""
     found = {path: checkpoint_step(path) for path in (folder / "checkpoints").glob("step=*.ckpt")}
-    return max((path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0, default=None)
+    return max(
+        (path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0, default=None
+    )
 
 
 def check_checkpoint(path: Path, module: "nn.Module") -> None:

@@ -17,8 +17,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; the exit code."""
     asked = _parser().parse_args(arguments)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # Read when torch loads. Threads that spin while they wait cost a step twentyfold where another process wants the
-    # cores too (seen on two cores), and save nothing measurable where none does.
+    # Read when torch loads. Threads that spin while they wait save up to a tenth of a step on an idle machine, and make
+    # it twenty times slower where another process wants the cores too (both seen on two cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from workbench.config import UserError
 
@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:])
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=summary[0].upper() + summary[1:]
+    )
     parser.set_defaults(command=run)
     return parser
 
@@ -183,9 +185,9 @@ def _prepare(asked: argparse.Namespace) -> int:
 
 
 def _report(asked: argparse.Namespace) -> int:
+    from workbench.config import UserError
     from workbench.home import home_directory
     from workbench.report import as_csv, as_markdown, build_report, find_sweep, log_report, print_report
-    from workbench.config import UserError
     from workbench.tracking import Tracker
 
     home = home_directory()

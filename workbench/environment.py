@@ -28,9 +28,11 @@ def code_version() -> str:
 def git_commit() -> tuple[str, bool]:
     """The checkout's commit and whether files differ from it; ("", False) outside git."""
     try:
-        run = lambda *words: subprocess.run(  # noqa: E731
-            ["git", "-C", str(PROJECT_ROOT), *words], capture_output=True, text=True, timeout=10, check=True
-        ).stdout
+        run = lambda *words: (
+            subprocess.run(  # noqa: E731
+                ["git", "-C", str(PROJECT_ROOT), *words], capture_output=True, text=True, timeout=10, check=True
+            ).stdout
+        )
         return run("rev-parse", "HEAD").strip(), bool(run("status", "--porcelain").strip())
     except (OSError, subprocess.SubprocessError):
         return "", False

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks import step_progress
 from workbench.checkpoints import newest_checkpoint
 from workbench.config import RunConfig, UserError, flatten, read_yaml, resolve, to_dict
+from workbench.home import trial_folder
+from workbench.identity import FREE_OF_IDENTITY, identity
 from workbench.outcome import Outcome
-from workbench.plan import FREE_OF_IDENTITY, identity, trial_folder
 from workbench.run import Prepared, prepare, train
 from workbench.tracking import Tracker, param_text, tag
 from workbench.trial import is_alive

@@ -1,10 +1,10 @@
 """Where all state lives: one folder, absolute whatever the current folder.
 
-    home/
-      mlflow.db     runs, params, metrics, tags
-      artifacts/    what the MLflow page shows under Artifacts
-      tokens/       token stores, one folder per corpus and tokenizer
-      trials/       one folder per run: checkpoints, log, outcome
+home/
+  mlflow.db     runs, params, metrics, tags
+  artifacts/    what the MLflow page shows under Artifacts
+  tokens/       token stores, one folder per corpus and tokenizer
+  trials/       one folder per run: checkpoints, log, outcome
 """
 
 import json
@@ -23,6 +23,11 @@ def home_directory() -> Path:
     if (PROJECT_ROOT / "pyproject.toml").is_file():
         return PROJECT_ROOT / "runs"
     return Path.home() / ".local" / "share" / "workbench"
+
+
+def trial_folder(home: Path, run_id: str) -> Path:
+    """A run's own folder: checkpoints, log, outcome."""
+    return home / "trials" / run_id
 
 
 def write_json(path: Path, value: Any) -> None:

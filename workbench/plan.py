@@ -3,8 +3,6 @@
 The dry run prints this plan and the real run executes it, so the plan cannot lie.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,46 +14,17 @@ from modules.flops import training_flops
 from modules.llama import parameter_count
 from workbench import build
 from workbench.checkpoints import newest_checkpoint
-from workbench.config import RunConfig, UserError, resolve, to_dict, user_input
-from workbench.environment import code_version, device_name
+from workbench.config import RunConfig, UserError, resolve, user_input
+from workbench.home import trial_folder
+from workbench.identity import Identity, identity
 from workbench.sweep_file import Cell, Sweep, accumulation
 from workbench.tracking import Tracker, tag
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-FREE_OF_IDENTITY = (("name",), ("tracking",), ("data", "corpus"), ("data", "tokenizer"), ("data", "workers"))
-"""Settings that two equal trials may differ in. Corpus and tokenizer count by content, through the data digest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """When two trials are the same work."""
-
-    config: str
-    """Hash of the config as written (`auto` stays `auto`), the data's content and the device."""
-    code: str
-    """Hash of our .py files."""
-    data_digest: str
-
-    @property
-    def trial(self) -> str:
-        """Config and code together: a finished trial with this hash is done."""
-        return hashlib.sha256(f"{self.config} {self.code}".encode()).hexdigest()[:16]
-
-
-def identity(config: RunConfig, *, data_digest: str, device_type: str) -> Identity:
-    """The identity of a config on this machine."""
-    kept = to_dict(config)
-    for *path, last in FREE_OF_IDENTITY:
-        section = kept
-        for part in path:
-            section = section[part]
-        del section[last]
-    written = json.dumps([kept, data_digest, device_type, device_name(device_type)], sort_keys=True)
-    return Identity(
-        config=hashlib.sha256(written.encode()).hexdigest()[:16], code=code_version(), data_digest=data_digest
-    )
+DataKey = tuple[str, str, str]
+"""Corpus, text field and the tokenizer's digest: what a token store is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,15 +95,20 @@ class Plan:
         """The document that `sweep --dry-run --json` prints."""
         nothing = dict.fromkeys(self.trials[0].to_json())
         excluded = [
-            {**nothing, "name": cell.name, "seed": cell.seed, "state": "excluded", "why": cell.excluded_why, "overrides": cell.axes}
+            {
+                **nothing,
+                "name": cell.name,
+                "seed": cell.seed,
+                "state": "excluded",
+                "why": cell.excluded_why,
+                "overrides": cell.axes,
+            }
             for cell in self.excluded
         ]
         return {"cells": [trial.to_json() for trial in self.trials] + excluded}
 
 
-def plan(
-    sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bool, ignore_code: bool = False
-) -> Plan:
+def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bool, ignore_code: bool = False) -> Plan:
     """Decides every cell of a sweep.
 
     Args:
@@ -148,7 +122,9 @@ def plan(
     """
     for key in overrides:
         if key in sweep.axis_keys or key == "seed":
-            raise UserError(f"{key} is an axis of {sweep.path}, so it cannot be set on the command line. Edit the file.")
+            raise UserError(
+                f"{key} is an axis of {sweep.path}, so it cannot be set on the command line. Edit the file."
+            )
     problems: list[str] = []
     decided: list[tuple[Cell, build.Resolved]] = []
     cells = list(sweep.cells())
@@ -165,11 +141,11 @@ def plan(
     experiments = {resolved.config.tracking.experiment for _, resolved in decided}
     if len(experiments) > 1:
         raise UserError("tracking.experiment differs between cells. A sweep lives in one experiment.")
-    stores = _Stores(home, tokenise=tokenise)
-    sized = [(cell, resolved, *stores.size(resolved)) for cell, resolved in decided]
+    stores = _open_stores([resolved for _, resolved in decided], home, tokenise=tokenise)
     children = _children(home, experiments.pop(), sweep.name)
     trials = []
-    for cell, resolved, data_digest, size in sized:
+    for cell, resolved in decided:
+        data_digest, store = stores[_data_key(resolved)]
         known = identity(resolved.config, data_digest=data_digest, device_type=resolved.device_type)
         state, why, run_id, superseded = _state(cell, known, children, home, ignore_code=ignore_code)
         trials.append(
@@ -177,7 +153,7 @@ def plan(
                 cell=cell,
                 resolved=resolved,
                 identity=known,
-                size=size,
+                size=_size(resolved, store),
                 state=state,
                 why=why,
                 run_id=run_id,
@@ -212,44 +188,47 @@ def _said_once(problems: list[str]) -> list[str]:
         said = problem.partition(": ")[2]
         first.setdefault(said, problem)
         count[said] = count.get(said, 0) + 1
-    return [
-        line if count[said] == 1 else f"{said} ({count[said]} cells)" for said, line in first.items()
-    ]
+    return [line if count[said] == 1 else f"{said} ({count[said]} cells)" for said, line in first.items()]
 
 
-class _Stores:
-    """Token stores and digests, looked up once per corpus and tokenizer however many cells share them."""
-
-    def __init__(self, home: Path, *, tokenise: bool) -> None:
-        self.home, self.tokenise = home, tokenise
-        self._corpora: dict[str, str] = {}
-        self._stores: dict[tuple[Any, ...], TokenStore | None] = {}
-
-    def size(self, resolved: build.Resolved) -> tuple[str, Size]:
-        """The data digest and what the trial costs. Raises UserError for a corpus that cannot be used."""
-        data, config = resolved.data, resolved.config
-        key = (data.corpus, data.text_field, resolved.tokenizer.digest)
+def _open_stores(
+    decided: list[build.Resolved], home: Path, *, tokenise: bool
+) -> dict[DataKey, tuple[str, TokenStore | None]]:
+    """(data digest, token store) of each corpus and tokenizer, looked up once however many cells share them."""
+    sharing: dict[DataKey, list[build.Resolved]] = {}
+    for resolved in decided:
+        sharing.setdefault(_data_key(resolved), []).append(resolved)
+    found: dict[DataKey, tuple[str, TokenStore | None]] = {}
+    for key, (first, *others) in sharing.items():
+        store: TokenStore | None
         with user_input():
-            if data.corpus not in self._corpora:
-                self._corpora[data.corpus] = corpus_digest(data.corpus)
-            if key not in self._stores:
-                look_up = TokenStore.open_or_build if self.tokenise else TokenStore.find
-                self._stores[key] = look_up(self.home, data, resolved.tokenizer)
-        digest = build.data_digest(self._corpora[data.corpus], resolved.tokenizer)
-        store = self._stores[key]
-        share = flops = None
-        if store is not None:
-            pairs = build.pair_counts(resolved, build.rows(resolved, store)[0].plan)
-            tokens = config.tokens_per_step * config.trainer.max_steps
-            per_token = pairs.visible / (pairs.rows * data.context_length)
-            flops = training_flops(resolved.shape, tokens=tokens, visible_pairs=round(per_token * tokens))
-            share = pairs.share
-        return digest, Size(
-            parameter_count=parameter_count(resolved.shape),
-            tokens_per_step=config.tokens_per_step,
-            visible_pair_share=share,
-            flops=flops,
-        )
+            if tokenise:
+                store = build.store(first, home, *others)
+            else:
+                store = TokenStore.find(home, first.data, first.tokenizer)
+            corpus = store.header.corpus_digest if store else corpus_digest(first.data.corpus)
+        found[key] = (build.data_digest(corpus, first.tokenizer), store)
+    return found
+
+
+def _data_key(resolved: build.Resolved) -> DataKey:
+    return resolved.data.corpus, resolved.data.text_field, resolved.tokenizer.digest
+
+
+def _size(resolved: build.Resolved, store: TokenStore | None) -> Size:
+    config, share, flops = resolved.config, None, None
+    if store is not None:
+        pairs = build.pair_counts(resolved, build.rows(resolved, store)[0].plan)
+        tokens = config.tokens_per_step * config.trainer.max_steps
+        per_token = pairs.visible / (pairs.rows * config.data.context_length)
+        flops = training_flops(resolved.shape, tokens=tokens, visible_pairs=round(per_token * tokens))
+        share = pairs.share
+    return Size(
+        parameter_count=parameter_count(resolved.shape),
+        tokens_per_step=config.tokens_per_step,
+        visible_pair_share=share,
+        flops=flops,
+    )
 
 
 def _children(home: Path, experiment: str, sweep: str) -> "list[Run]":
@@ -285,8 +264,3 @@ def _state(
             return "done", f"finished by other code in run {old.info.run_id}", old.info.run_id, None
         return "stale", "the code has changed since", None, old.info.run_id
     return "new", "config or data differ from its earlier run", None, old.info.run_id
-
-
-def trial_folder(home: Path, run_id: str) -> Path:
-    """A run's own folder: checkpoints, log, outcome."""
-    return home / "trials" / run_id

@@ -101,9 +101,7 @@ class Report:
                     "device": row.device,
                     "speed_up": row.speed_up,
                     "speed_up_blank": row.speed_up_blank,
-                    "metrics": {
-                        name: {"mean": spread.mean, "std": spread.std} for name, spread in row.metrics.items()
-                    },
+                    "metrics": {name: {"mean": spread.mean, "std": spread.std} for name, spread in row.metrics.items()},
                 }
                 for row in self.rows
             ],
@@ -314,7 +312,9 @@ def as_figure(report: Report) -> "Figure":
     ticks = list(dict.fromkeys(str(row.axes.get(across, "")) for row in report.rows))
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     panels = figure.subplots(1, 2)
-    for panel, (metric, title) in zip(panels, ((LOSS, "val/loss (nats per token)"), (SPEED, "tokens per second")), strict=True):
+    for panel, (metric, title) in zip(
+        panels, ((LOSS, "val/loss (nats per token)"), (SPEED, "tokens per second")), strict=True
+    ):
         for name, rows in lines.items():
             known = [row for row in rows if metric in row.metrics]
             panel.errorbar(

@@ -25,6 +25,7 @@ from workbench.outcome import Outcome
 from workbench.run_logger import RunLogger
 from workbench.tracking import Tracker
 
+
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """Everything that training needs, made and checked; no run is touched yet."""

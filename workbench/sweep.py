@@ -21,10 +21,10 @@ from filelock import FileLock, Timeout
 
 from workbench.config import UserError, to_dict
 from workbench.environment import code_version
-from workbench.home import read_json
+from workbench.home import read_json, trial_folder
 from workbench.launchers.local import LocalLauncher, TrialProcess
 from workbench.outcome import Outcome, Status
-from workbench.plan import Plan, Trial, trial_folder
+from workbench.plan import Plan, Trial
 from workbench.sweep_file import Sweep
 from workbench.sweep_table import SweepTable
 from workbench.tracking import Tracker, tag
@@ -210,7 +210,9 @@ def _only_one(home: Path, sweep: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise UserError(f"the sweep {sweep!r} is running already, in another process of this machine. Wait for it.") from error
+        raise UserError(
+            f"the sweep {sweep!r} is running already, in another process of this machine. Wait for it."
+        ) from error
     try:
         yield
     finally:

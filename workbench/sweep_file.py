@@ -76,7 +76,9 @@ class Sweep:
     def cells(self) -> Iterator[Cell]:
         """Every combination of the axes with every seed, the first axis slowest."""
         labels = _short_names(self.axis_keys)
-        per_axis = [[dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in self.axes]
+        per_axis = [
+            [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in self.axes
+        ]
         for point in itertools.product(*per_axis):
             axes = {key: value for part in point for key, value in part.items()}
             why = next((why for when, why in self.exclude if _matches(when, axes)), None)
@@ -98,7 +100,9 @@ def read_sweep(path: Path) -> Sweep:
     axes = _axes(contents, problems)
     seeds = _seeds(contents.get("seeds", [0]), problems)
     if not axes and "seeds" not in contents and not problems:
-        problems.append("the grid is empty. Give grid at least one axis, for example attention.strategy: [full, anchor].")
+        problems.append(
+            "the grid is empty. Give grid at least one axis, for example attention.strategy: [full, anchor]."
+        )
     sweep = Sweep(
         name=_name(contents.get("name", path.stem), problems),
         path=path,
@@ -200,7 +204,12 @@ def _hold(value: Any, problems: list[str]) -> int | None:
 def _exclude(value: Any, axes: list[str], problems: list[str]) -> tuple[tuple[dict[str, Any], str], ...]:
     rules: list[tuple[dict[str, Any], str]] = []
     for item in value if isinstance(value, list) else [value]:
-        if not isinstance(item, Mapping) or set(item) != {"when", "why"} or not isinstance(item["when"], Mapping) or not item["when"]:
+        if (
+            not isinstance(item, Mapping)
+            or set(item) != {"when", "why"}
+            or not isinstance(item["when"], Mapping)
+            or not item["when"]
+        ):
             problems.append(f"exclude holds {item!r}. Write {{when: {{axis: value}}, why: reason}}.")
             continue
         when = flatten(dict(item["when"]))

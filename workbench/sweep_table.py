@@ -22,7 +22,9 @@ class SweepTable:
         self.trials = plan.trials
         self._states = {id(trial): "waiting" if trial.to_do else "done" for trial in plan.trials}
         self._status: dict[int, Status] = {}
-        self._live = Live(self._render(), console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        self._live = (
+            Live(self._render(), console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        )
         done = sum(not trial.to_do for trial in plan.trials)
         self.console.print(f"{len(plan.trials)} trials: {done} done, {len(plan.trials) - done} to run")
 

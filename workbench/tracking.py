@@ -46,7 +46,9 @@ class Tracker:
                 self.client = _open(home)
                 self.experiment_id = self._experiment(experiment)
         except OSError as error:
-            raise UserError(f"{home}: cannot be written: {error.strerror}. Set WORKBENCH_HOME to a folder that can.") from error
+            raise UserError(
+                f"{home}: cannot be written: {error.strerror}. Set WORKBENCH_HOME to a folder that can."
+            ) from error
 
     @staticmethod
     def existing(home: Path, experiment: str) -> "Tracker | None":
@@ -84,7 +86,11 @@ class Tracker:
         token = None
         while True:
             page = self.client.search_runs(
-                [self.experiment_id], wanted, max_results=1000, order_by=["attributes.start_time DESC"], page_token=token
+                [self.experiment_id],
+                wanted,
+                max_results=1000,
+                order_by=["attributes.start_time DESC"],
+                page_token=token,
             )
             found.extend(page)
             token = page.token

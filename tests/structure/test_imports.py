@@ -69,7 +69,9 @@ print("imported", len({modules!r}))
 
 def test_help_imports_nothing_heavy():
     """`--help` answers in under half a second because these stay out."""
-    script = "import sys; import workbench.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nprint(*sys.modules)"
+    script = (
+        "import sys; import workbench.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nprint(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert loaded.isdisjoint({"torch", "lightning", "mlflow", "omegaconf", "numpy"})

@@ -24,7 +24,9 @@ def test_later_layers_win():
 
 
 def test_config_survives_a_round_trip():
-    config = resolve(("", {"attention.strategy": "anchor", "model": {"overrides": {"layers": 2}}, "optimizer.learning_rate": 1e-3}))
+    config = resolve(
+        ("", {"attention.strategy": "anchor", "model": {"overrides": {"layers": 2}}, "optimizer.learning_rate": 1e-3})
+    )
     assert resolve(("", to_dict(config))) == config
 
 

@@ -13,6 +13,7 @@ import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader
 
 from modules.attention.strategies import STRATEGIES
 from modules.batch import NO_TARGET, PackedBatch
@@ -58,7 +59,7 @@ def expected_gradients(batches: list[PackedBatch]) -> tuple[float, dict[str, tor
     else:
         loss = logits.sum() * 0
     loss.backward()
-    return float(loss), {name: p.grad for name, p in llama.named_parameters()}
+    return float(loss.detach()), {name: p.grad for name, p in llama.named_parameters()}
 
 
 class Watched(LanguageModel):
@@ -86,7 +87,7 @@ def train(batches: list[PackedBatch], *, accumulate: int, devices: int = 1) -> l
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    trainer.fit(module, train_dataloaders=batches[rank::devices])
+    trainer.fit(module, train_dataloaders=DataLoader(batches[rank::devices], batch_size=None))
     return module.steps
 
 
@@ -114,7 +115,7 @@ def test_ten_targets_of_mean_two_and_a_hundred_of_mean_one(monkeypatch):
 
     def given(hidden_BTE, head_weight_VE, labels_BT):
         loss, count = sums.pop(0)
-        return loss + 0 * hidden_BTE.sum(), torch.tensor(count)
+        return loss + 0 * (hidden_BTE.sum() + head_weight_VE.sum()), torch.tensor(count)
 
     monkeypatch.setattr("modules.language_model.cross_entropy_sum", given)
     ((record, _),) = train([batch_with(10, seed=0), batch_with(100, seed=1)], accumulate=2)

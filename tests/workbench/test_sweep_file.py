@@ -82,7 +82,13 @@ def test_cells_are_the_product_and_unique(tmp_path_factory, lengths, strategies,
 
 @pytest.mark.parametrize(
     ("condition", "matching"),
-    [("512", [512]), ("[512, 1024]", [512, 1024]), ('">512"', [1024, 2048]), ('"<=1024"', [512, 1024]), ('"!=512"', [1024, 2048])],
+    [
+        ("512", [512]),
+        ("[512, 1024]", [512, 1024]),
+        ('">512"', [1024, 2048]),
+        ('"<=1024"', [512, 1024]),
+        ('"!=512"', [1024, 2048]),
+    ],
 )
 def test_conditions_compare(tmp_path, condition, matching):
     text = f"""

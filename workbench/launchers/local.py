@@ -80,5 +80,7 @@ class LocalLauncher:
         with open(folder / "log.txt", "ab") as log:
             command = [sys.executable, "-m", "workbench.trial", "--spec", str(spec_file)]
             return TrialProcess(
-                subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True)
+                subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                )
             )
