@@ -1,9 +1,9 @@
 """The LightningModule: a Llama, its loss over packed rows, its optimizer.
 
-The loss of an optimizer step is a sum over targets divided by the number of targets of the whole step, all micro batches
-and ranks. Lightning divides by the number of micro batches and DDP takes a mean over ranks; neither knows how many
-targets each one had. So every micro batch hands over its sum divided by a constant, and before clipping the gradients
-are scaled by what turns that into the true mean.
+The loss of an optimizer step is a sum over targets divided by the number of targets of the whole step, all micro
+batches and ranks. Lightning divides by the number of micro batches and DDP takes a mean over ranks; neither knows how
+many targets each one had. So every micro batch hands over its sum divided by a constant, and before clipping the
+gradients are scaled by what turns that into the true mean.
 
 Shape letters: B rows, T tokens in a row, E width.
 """

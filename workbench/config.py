@@ -152,7 +152,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{path}: must hold keys and values, not a {root.id}.")
+            raise UserError(f"{path}: must hold keys and values (key: value).")
         # OmegaConf's loader and not PyYAML's: 1e-3 is a number, and a key given twice is an error.
         loaded: Any = OmegaConf.to_container(OmegaConf.load(path))
     except OSError as error:
@@ -286,7 +286,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     """('data.corpus', x) -> {'data': {'corpus': x}}"""
     for part in reversed(key.split(".")):
         value = {part: value}
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _whole_number(text: str) -> str:

@@ -27,15 +27,13 @@ def code_version() -> str:
 @cache
 def git_commit() -> tuple[str, bool]:
     """The checkout's commit and whether files differ from it; ("", False) outside git."""
+    git = ["git", "-C", str(PROJECT_ROOT)]
     try:
-        run = lambda *words: (
-            subprocess.run(  # noqa: E731
-                ["git", "-C", str(PROJECT_ROOT), *words], capture_output=True, text=True, timeout=10, check=True
-            ).stdout
-        )
-        return run("rev-parse", "HEAD").strip(), bool(run("status", "--porcelain").strip())
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True)
+        status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return "", False
+    return commit.stdout.strip(), bool(status.stdout.strip())
 
 
 def device_name(device_type: str) -> str:

@@ -12,7 +12,7 @@ STATUS_OF = {
     "cancelled": "KILLED",
     "lost": "KILLED",
 }
-"""MLflow's status for each outcome. FINISHED alone does not mean completed there, so runs carry the outcome as a tag."""
+"""MLflow's status for each outcome. FINISHED alone does not mean completed there, so a tag holds the outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,7 +241,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "seeds": lambda row: str(len(row.seeds)),
     "outcome": lambda row: row.outcome,
 }
-SAID_ONCE = ("kernel", "device", "seeds", "outcome")
+SAID_ONCE = (SPEED_UP, "kernel", "device", "seeds", "outcome")
 """Columns that the terminal shows as one line below the table where all cells agree."""
 
 

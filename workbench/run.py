@@ -126,13 +126,16 @@ def _stopped(error: BaseException, trainer: lightning.Trainer | None) -> Outcome
 
 
 def _fit(trainer: lightning.Trainer, prepared: Prepared) -> None:
-    """Validation where training starts, training with validations in between, validation after the last step.
+    """Validation before the first step, training with validations in between, validation after the last step.
 
-    A resumed run validates where it starts too: the kill may have come between the checkpoint and its validation.
+    A resumed run validates where it starts if a validation is due there: the kill may have come between the checkpoint
+    and its validation.
     """
     module, data = prepared.module, prepared.data
     path = str(prepared.checkpoint) if prepared.checkpoint else None
-    trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
+    every = prepared.resolved.config.evaluation.every
+    if module.start_step == 0 or (every and module.start_step % every == 0):
+        trainer.validate(module, datamodule=data, ckpt_path=path, weights_only=True, verbose=False)
     trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
     if trainer.global_step == trainer.max_steps and module.validated_step != trainer.max_steps:
         trainer.validate(module, datamodule=data, verbose=False)
@@ -178,7 +181,7 @@ def _trainer(
 
 
 def _checkpoint_callbacks(folder: Path, *, every: int | None, max_steps: int) -> list[lightning.Callback]:
-    """The newest checkpoint of every `every` steps, and the last step's. Never `monitor`: its `last` is not the last."""
+    """The newest checkpoint of every `every` steps, and the last step's (`monitor` would keep a `last` that is not)."""
     steps = {every or max_steps, max_steps} if every is None or max_steps % every else {every}
     return [
         ModelCheckpoint(

@@ -141,7 +141,7 @@ def _run_trial(
         code = _watch(process, folder, trial, table)
         outcome = read_outcome(folder, code)
     except KeyboardInterrupt:
-        code = process.stop()
+        process.stop()
         outcome = Outcome(name="cancelled", reason="stopped by Ctrl-C or SIGTERM")
     _close_run(tracker, run_id, folder, outcome, wall_seconds=time.monotonic() - started)
     table.ended(trial, outcome)

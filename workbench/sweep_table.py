@@ -112,10 +112,5 @@ def _number(value: float | None, form: str) -> str:
 
 def _short(count: float) -> str:
     """1017472 -> 1.02M"""
-    for unit in ("", "K", "M", "B"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "T"
-    return f"{count:.3g}{unit}"
+    power = min((len(str(int(count))) - 1) // 3, 4)
+    return f"{count / 1000**power:.3g}{' KMBT'[power].strip()}"

@@ -1,8 +1,8 @@
 """The MLflow store: opened safely, one experiment, one parent run per sweep, one child run per trial.
 
-Facts about MLflow 3.17 that shape this file: several processes that open a fresh sqlite store at once corrupt it, so the
-schema is made once under a file lock; FINISHED does not mean completed (an uncaught exception writes it too), so a tag
-of our own holds the outcome, and the process that launched a run sets its status; values of params are cut at 6000
+Facts about MLflow 3.17 that shape this file: several processes that open a fresh sqlite store at once corrupt it, so
+the schema is made once under a file lock; FINISHED does not mean completed (an uncaught exception writes it too), so a
+tag of our own holds the outcome, and the process that launched a run sets its status; values of params are cut at 6000
 characters and batches at 100 params.
 """
 
@@ -98,7 +98,7 @@ class Tracker:
                 return found
 
     def log_params(self, run_id: str, params: Mapping[str, Any]) -> None:
-        """Writes each param once. A value longer than MLflow keeps goes to the config artifact alone, with a mark here."""
+        """Writes each param once. A value longer than MLflow keeps is whole in the config artifact alone."""
         from mlflow.entities import Param
 
         known = self.client.get_run(run_id).data.params

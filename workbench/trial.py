@@ -12,6 +12,7 @@ after SIGTERM).
 """
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from typing import Any
 
 from workbench.checkpoints import newest_checkpoint
 from workbench.config import RunConfig, resolve
-from workbench.home import read_json, write_json
+from workbench.home import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def run_in_child(spec_file: str) -> None:
 
 def run_trial(spec_file: str) -> int:
     """Trains what the spec says; the exit code."""
-    spec = TrialSpec(**read_json(Path(spec_file)))
+    spec = TrialSpec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
     _end_with(spec.launcher_pid)
     from workbench.run import prepare, train
     from workbench.tracking import Tracker

@@ -98,7 +98,7 @@ def test_a_word_that_is_no_setting(words):
 def test_a_yaml_file_that_cannot_be_read(tmp_path, content, part):
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="bad.yaml") as caught:
+    with pytest.raises(UserError, match=r"bad\.yaml") as caught:
         read_yaml(file)
     assert part in str(caught.value)
 

@@ -134,5 +134,5 @@ def test_each_mistake_is_named_with_its_file(tmp_path, text, parts):
 
 def test_accumulation_holds_tokens_per_step():
     assert accumulation(8192, tokens_per_batch=1024) == 8
-    with pytest.raises(ValueError, match="hold.tokens_per_step=1000"):
+    with pytest.raises(ValueError, match=r"hold\.tokens_per_step=1000"):
         accumulation(1000, tokens_per_batch=512)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class LocalLauncher:
         """Begins importing in the background; the first trial waits for it."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["workbench.preload"])
-        multiprocessing.forkserver.ensure_running()
+        forkserver.ensure_running()
 
     def start(self, spec: TrialSpec) -> TrialProcess:
         """Starts a trial in its folder."""
