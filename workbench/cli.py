@@ -153,7 +153,8 @@ def _sweep(asked: argparse.Namespace) -> int:
         _print_json(decided.to_json()) if asked.json else print_plan(decided)
         return 0
 
-    from workbench.report import build_report, log_report, print_report
+    from workbench.report import build_report
+    from workbench.report_views import log_report, print_report
     from workbench.sweep import run_sweep
     from workbench.tracking import Tracker
 
@@ -187,7 +188,8 @@ def _prepare(asked: argparse.Namespace) -> int:
 def _report(asked: argparse.Namespace) -> int:
     from workbench.config import UserError
     from workbench.home import home_directory
-    from workbench.report import as_csv, as_markdown, build_report, find_sweep, log_report, print_report
+    from workbench.report import build_report, find_sweep
+    from workbench.report_views import as_csv, as_markdown, log_report, print_report
     from workbench.tracking import Tracker
 
     home = home_directory()

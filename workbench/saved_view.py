@@ -68,9 +68,8 @@ def saved_views(store: Path) -> list[tuple[str, str, str]]:
 
 def _state(sweep_name: str, axis_keys: Sequence[str]) -> dict[str, Any]:
     wanted = f"tags.`{TAG}sweep` = '{sweep_name}' AND tags.`{TAG}kind` = 'trial' AND tags.`{TAG}superseded_by` IS NULL"
-    columns = {f"params.`{key}`": 8 * len(key) + 40 for key in axis_keys}
-    columns |= {f"metrics.`{name}`": 8 * len(name) + 40 for name in (LOSS, SPEED, MEMORY)}
-    columns |= {f"tags.`{TAG}outcome`": 180}
+    columns = [f"params.`{key}`" for key in axis_keys] + [f"metrics.`{name}`" for name in (LOSS, SPEED, MEMORY)]
+    columns.append(f"tags.`{TAG}outcome`")
     section = {"uuid": "workbench", "name": f"Sweep {sweep_name}", "display": True, "isReordered": True}
     parallel = {"type": "PARALLEL", "selectedParams": list(axis_keys), "selectedMetrics": [LOSS], "showAllRuns": True}
     lines = [
@@ -87,9 +86,9 @@ def _state(sweep_name: str, axis_keys: Sequence[str]) -> dict[str, Any]:
         "startTime": "ALL",
         "lifecycleFilter": "Active",
         "datasetsFilter": [],
-        "selectedColumns": list(columns),
-        "columnOrder": list(columns),
-        "columnWidths": columns,
+        "selectedColumns": columns,
+        "columnOrder": columns,
+        "columnWidths": {column: max(130, 8 * len(column.partition(".")[2]) + 16) for column in columns},
         "runsHiddenMode": "SHOW_ALL",
         "compareRunCharts": charts,
         "compareRunSections": [section],

@@ -86,7 +86,7 @@ def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, pr
 def test_a_checkpoint_of_another_shape_is_refused(home, experiment, capsys):
     file = experiment("run", max_steps=400, checkpoint_every=2)
     kill_fit_after(file, home, 4)
-    client, before = fits(home)
+    _, before = fits(home)
     capsys.readouterr()
     assert main(["fit", str(file), "model.overrides={width: 48, layers: 2}", "--resume"]) == 2
     message = capsys.readouterr().err
