@@ -20,7 +20,7 @@ PREFIX = "mlflow.sharedViewState."
 OURS = "workbench-"
 """Begins our views' keys."""
 LOSS, SPEED, MEMORY = "val/loss", "throughput/tokens_per_second", "memory/peak_gigabytes"
-LINES = (LOSS, "train/loss")
+LINES = ("train/loss", LOSS, SPEED)
 LONGEST_STATE = 20_000
 
 
@@ -38,11 +38,11 @@ def write_saved_view(tracker: Tracker, sweep_name: str, axis_keys: Sequence[str]
     now = int(time.time() * 1000)
     state = json.dumps(_state(sweep_name, axis_keys))
     view = json.dumps({"name": f"sweep {sweep_name}", "createdAt": now, "updatedAt": now, "state": state})
-    if not _page_has_views() or len(view) > LONGEST_STATE:
-        return None
     try:
+        if not _page_has_views() or len(view) > LONGEST_STATE:
+            return None
         tracker.client.set_experiment_tag(tracker.experiment_id, PREFIX + key, view)
-    except MlflowException:
+    except (MlflowException, OSError):
         return None
     return key
 
@@ -62,7 +62,7 @@ def saved_views(store: Path) -> list[tuple[str, str, str]]:
                 (len(PREFIX + OURS), PREFIX + OURS),
             ).fetchall()
         return [(json.loads(value)["name"], str(number), key.removeprefix(PREFIX)) for key, number, value in rows]
-    except (sqlite3.Error, ValueError, KeyError):
+    except (sqlite3.Error, ValueError, KeyError, TypeError):
         return []
 
 
@@ -70,7 +70,7 @@ def _state(sweep_name: str, axis_keys: Sequence[str]) -> dict[str, Any]:
     wanted = f"tags.`{TAG}sweep` = '{sweep_name}' AND tags.`{TAG}kind` = 'trial' AND tags.`{TAG}superseded_by` IS NULL"
     columns = [f"params.`{key}`" for key in axis_keys] + [f"metrics.`{name}`" for name in (LOSS, SPEED, MEMORY)]
     columns.append(f"tags.`{TAG}outcome`")
-    section = {"uuid": "workbench", "name": f"Sweep {sweep_name}", "display": True, "isReordered": True}
+    section = {"uuid": "workbench", "name": f"Sweep {sweep_name}", "display": True, "isReordered": True, "columns": 2}
     parallel = {"type": "PARALLEL", "selectedParams": list(axis_keys), "selectedMetrics": [LOSS], "showAllRuns": True}
     lines = [
         {"type": "LINE", "metricKey": name, "selectedMetricKeys": [name], "xAxisKey": "step", "lineSmoothness": 0}
@@ -98,8 +98,8 @@ def _state(sweep_name: str, axis_keys: Sequence[str]) -> dict[str, Any]:
 
 def _page_has_views() -> bool:
     """Whether the installed page's own code knows such tags and the address's parameter."""
-    import mlflow.server
+    import mlflow
 
-    scripts = Path(mlflow.server.__file__).parent.glob("js/build/static/js/main.*.js")
+    scripts = Path(mlflow.__file__).parent.glob("server/js/build/static/js/main.*.js")
     texts = [script.read_text(encoding="utf-8", errors="replace") for script in scripts]
     return any(PREFIX in text and "viewStateShareKey" in text for text in texts)

@@ -62,7 +62,7 @@ def serve(home: Path, port: int) -> int:
 
 
 def page_address(port: int, experiment_id: str) -> str:
-    """Opens on the runs of an experiment. Without `workflowType` a fresh browser shows MLflow's page for chat models."""
+    """Opens on an experiment's runs. Without `workflowType` a fresh browser shows MLflow's page for chat models."""
     return f"http://127.0.0.1:{port}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
 
 

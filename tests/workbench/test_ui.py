@@ -170,6 +170,13 @@ def test_a_view_is_written_once_per_sweep_and_read_without_mlflow(tmp_path):
     assert saved_views(tmp_path / "nowhere.db") == []
 
 
+def test_a_page_without_views_costs_the_link_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.saved_view._page_has_views", lambda: False)
+    tracker = Tracker(tmp_path, "workbench")
+    assert write_saved_view(tracker, "grid", ["attention.strategy"]) is None
+    assert saved_views(tmp_path / "mlflow.db") == []
+
+
 def test_without_a_run_it_says_what_to_do(home, capsys):
     assert main(["ui"]) == 2
     assert f"{home}/mlflow.db: there is no run yet. Run `workbench sweep`" in capsys.readouterr().err
