@@ -22,7 +22,8 @@ from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import STRATEGIES, Strategy, check_data_choice, visible_pairs
 from modules.llama import Llama, LlamaConfig
 from modules.precision import resolve_bfloat16_products
-from workbench.config import RunConfig, UserError, user_input
+from workbench.config import RunConfig
+from workbench.errors import UserError, user_input
 
 if TYPE_CHECKING:
     from datamodules.packed_text import PackedTextDataModule

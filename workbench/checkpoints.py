@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.config import UserError
+from workbench.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn

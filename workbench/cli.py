@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Read when torch loads. Threads that spin while they wait save up to a tenth of a step on an idle machine, and make
     # it twenty times slower where another process wants the cores too (both seen on two cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from workbench.config import UserError
+    from workbench.errors import UserError
 
     try:
         return int(asked.command(asked))
@@ -155,6 +155,7 @@ def _sweep(asked: argparse.Namespace) -> int:
 
     from workbench.report import build_report
     from workbench.report_views import log_report, print_report
+    from workbench.saved_view import write_saved_view
     from workbench.sweep import run_sweep
     from workbench.tracking import Tracker
 
@@ -163,6 +164,7 @@ def _sweep(asked: argparse.Namespace) -> int:
     report = build_report(tracker, tracker.client.get_run(result.parent))
     if result.outcomes:
         log_report(tracker, report)
+        write_saved_view(tracker, report.sweep, report.axis_keys)
     _print_json(report.to_json()) if asked.json else print_report(report)
     print("Open the runs with `workbench ui`.", file=sys.stderr)
     return 1 if result.failed else 0
@@ -186,10 +188,11 @@ def _prepare(asked: argparse.Namespace) -> int:
 
 
 def _report(asked: argparse.Namespace) -> int:
-    from workbench.config import UserError
+    from workbench.errors import UserError
     from workbench.home import home_directory
     from workbench.report import build_report, find_sweep
     from workbench.report_views import as_csv, as_markdown, log_report, print_report
+    from workbench.saved_view import write_saved_view
     from workbench.tracking import Tracker
 
     home = home_directory()
@@ -198,6 +201,7 @@ def _report(asked: argparse.Namespace) -> int:
         raise UserError(f"there is no run in {home} yet. Run `workbench sweep FILE` first.")
     report = build_report(tracker, find_sweep(tracker, asked.sweep))
     log_report(tracker, report)
+    write_saved_view(tracker, report.sweep, report.axis_keys)
     if asked.json:
         _print_json(report.to_json())
     elif asked.markdown:

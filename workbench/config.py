@@ -6,8 +6,7 @@ defaults <- base YAML <- sweep cell <- command line. Every broken rule is report
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -21,19 +20,7 @@ from modules.attention.config import AttentionConfig
 from modules.optim import OptimizerConfig
 from modules.presets import ModelConfig
 from modules.rotary import RotaryConfig
-
-
-class UserError(Exception):
-    """What a user wrote cannot work. The message says where, what and the way out; the program exits with 2."""
-
-
-@contextmanager
-def user_input(what: str = "") -> Iterator[None]:
-    """Turns the ValueError or OSError that reading a user's input raises into a UserError."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise UserError(f"{what}: {error}" if what else str(error)) from error
+from workbench.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

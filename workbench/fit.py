@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks import step_progress
 from workbench.checkpoints import newest_checkpoint
-from workbench.config import RunConfig, UserError, flatten, read_yaml, resolve, to_dict
+from workbench.config import RunConfig, flatten, read_yaml, resolve, to_dict
+from workbench.errors import UserError
 from workbench.home import trial_folder
 from workbench.identity import FREE_OF_IDENTITY, identity
 from workbench.outcome import Outcome
@@ -64,7 +65,7 @@ def fit(config: RunConfig, *, home: Path, resume: str | None) -> tuple[str, Outc
 
 def _open_run(tracker: Tracker, prepared: Prepared, earlier: "Run | None") -> str:
     config = prepared.resolved.config
-    here = {"host": platform.node(), "pid": str(os.getpid()), "outcome": "", "reason": ""}
+    here = {"host": platform.node(), "pid": str(os.getpid())}
     if earlier is not None:
         attempt = str(int(tag(earlier, "attempt") or 1) + 1)
         tracker.reopen(earlier.info.run_id)

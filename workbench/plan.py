@@ -14,7 +14,8 @@ from modules.flops import training_flops
 from modules.llama import parameter_count
 from workbench import build
 from workbench.checkpoints import newest_checkpoint
-from workbench.config import RunConfig, UserError, resolve, user_input
+from workbench.config import RunConfig, resolve
+from workbench.errors import UserError, user_input
 from workbench.home import trial_folder
 from workbench.identity import Identity, identity
 from workbench.sweep_file import Cell, Sweep, accumulation

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.config import UserError
+from workbench.errors import UserError
 from workbench.tracking import Tracker, tag
 
 if TYPE_CHECKING:

@@ -32,21 +32,31 @@ def _metric(row: Row, name: str, form: str) -> str:
     return row.metrics[name].text(form) if name in row.metrics else ""
 
 
-def as_table(report: Report) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells as text."""
+def as_table(report: Report) -> tuple[list[str], list[list[str]], dict[str, str]]:
+    """Headings, cells as text, and what all cells agree in (left out of the table)."""
     headings = [key.rpartition(".")[2] for key in report.axis_keys] + list(COLUMNS)
     rows = [
         [str(row.axes.get(key, "")) for key in report.axis_keys] + [column(row) for column in COLUMNS.values()]
         for row in report.rows
     ]
-    return headings, rows
+    common = {
+        heading: rows[0][index]
+        for index, heading in enumerate(headings)
+        if rows and heading in SAID_ONCE and len({row[index] for row in rows}) == 1
+    }
+    kept = [index for index, heading in enumerate(headings) if heading not in common]
+    return [headings[index] for index in kept], [[row[index] for index in kept] for row in rows], common
+
+
+def _said_once(common: dict[str, str]) -> str:
+    return "All cells: " + ", ".join(f"{heading} {value}" for heading, value in common.items()) + "." if common else ""
 
 
 def as_markdown(report: Report) -> str:
     """The table for a page."""
-    headings, rows = as_table(report)
+    headings, rows, common = as_table(report)
     lines = ["| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *_escaped(rows)]]
-    return f"# {report.sweep}\n\n" + "\n".join(lines) + f"\n\n{EXPLANATION}\n"
+    return f"# {report.sweep}\n\n" + "\n".join(lines) + f"\n\n{_said_once(common)}\n\n{EXPLANATION}\n"
 
 
 EXPLANATION = (
@@ -128,22 +138,16 @@ def print_report(report: Report) -> None:
     from rich.console import Console, JustifyMethod
     from rich.table import Table
 
-    headings, rows = as_table(report)
-    common = {
-        heading: rows[0][index]
-        for index, heading in enumerate(headings)
-        if rows and heading in SAID_ONCE and len({row[index] for row in rows}) == 1
-    }
+    headings, rows, common = as_table(report)
     table = Table(box=None, padding=(0, 1, 0, 0), title=report.sweep, title_justify="left")
-    for heading in headings:
-        if heading not in common:
-            # A space and not an underscore, so that a narrow terminal can break the heading.
-            is_axis = heading not in COLUMNS
-            side: JustifyMethod = "left" if is_axis else "right"
-            width = max(len(row[headings.index(heading)]) for row in rows) if is_axis else None
-            table.add_column(heading.replace("_", " "), justify=side, vertical="bottom", min_width=width)
+    for index, heading in enumerate(headings):
+        is_axis = heading not in COLUMNS
+        side: JustifyMethod = "left" if is_axis else "right"
+        width = max((len(row[index]) for row in rows), default=1) if is_axis else None
+        # A space and not an underscore, so that a narrow terminal can break the heading.
+        table.add_column(heading.replace("_", " "), justify=side, vertical="bottom", min_width=width)
     for row in rows:
-        table.add_row(*(cell for heading, cell in zip(headings, row, strict=True) if heading not in common))
+        table.add_row(*row)
     console = Console()
     console.print(table, highlight=False)
-    console.print("All cells: " + ", ".join(f"{heading} {value}" for heading, value in common.items()), highlight=False)
+    console.print(_said_once(common), highlight=False)

@@ -20,7 +20,8 @@ from modules.precision import precision_plugin
 from workbench import build, environment
 from workbench.callbacks import StepMetrics
 from workbench.checkpoints import check_checkpoint, checkpoint_step
-from workbench.config import RunConfig, UserError, flatten, to_dict
+from workbench.config import RunConfig, flatten, to_dict
+from workbench.errors import UserError
 from workbench.outcome import Outcome
 from workbench.run_logger import RunLogger
 from workbench.tracking import Tracker

@@ -19,8 +19,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from workbench.config import UserError, to_dict
+from workbench.config import to_dict
 from workbench.environment import code_version
+from workbench.errors import UserError
 from workbench.home import read_json, trial_folder
 from workbench.launchers.local import LocalLauncher, TrialProcess
 from workbench.outcome import Outcome, Status
@@ -100,7 +101,7 @@ def _open_parent(tracker: Tracker, sweep: Sweep, plan: Plan) -> str:
         tracker.reopen(parent)
     else:
         return parent
-    tracker.set_tags(parent, {"axes": json.dumps(sweep.axis_keys), "code_version": code_version(), "outcome": ""})
+    tracker.set_tags(parent, {"axes": json.dumps(sweep.axis_keys), "code_version": code_version()})
     tracker.client.log_text(parent, sweep.path.read_text(encoding="utf-8"), "sweep.yaml")
     return parent
 
@@ -152,10 +153,10 @@ def _open_run(trial: Trial, tracker: Tracker, parent: str, sweep_name: str) -> s
     if trial.run_id is not None:
         attempt = int(tag(tracker.client.get_run(trial.run_id), "attempt") or 1) + 1
         tracker.reopen(trial.run_id)
-        tracker.set_tags(trial.run_id, {"attempt": str(attempt), "outcome": "", "reason": ""})
+        tracker.set_tags(trial.run_id, {"attempt": str(attempt)})
         return trial.run_id
     run_id = tracker.create(
-        trial.cell.name,
+        trial.cell.label,
         {
             "kind": "trial",
             "sweep": sweep_name,

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench.config import UserError, check_key, flatten, read_yaml, schema, suggestion
+from workbench.config import check_key, flatten, read_yaml, schema, suggestion
+from workbench.errors import UserError
 
 KEYS = ("name", "base", "set", "grid", "zip", "seeds", "exclude", "hold")
 
@@ -50,8 +51,9 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The name without the axes' names, for narrow tables: 512 32-true anchor."""
-        return " ".join(part.partition("=")[2] for part in self.name.split(" "))
+        """The values alone, for narrow columns: 512 32-true anchor."""
+        values = [_text(value) for value in self.axes.values()]
+        return " ".join(values + ([self.name.rpartition(" ")[2]] if self.name.endswith(f"seed={self.seed}") else []))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.config import UserError
+from workbench.errors import UserError
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -128,12 +128,15 @@ class Tracker:
         self.client.log_batch(run_id, tags=[RunTag(f"{TAG}{key}", value[:8000]) for key, value in tags.items()])
 
     def reopen(self, run_id: str) -> None:
-        """RUNNING again: the run goes on."""
+        """RUNNING again: the run goes on, and how it ended before no longer counts."""
+        for name in ("outcome", "reason"):
+            if f"{TAG}{name}" in self.client.get_run(run_id).data.tags:
+                self.client.delete_tag(run_id, f"{TAG}{name}")
         self.client.update_run(run_id, status="RUNNING")
 
     def close(self, run_id: str, *, status: str, outcome: str, reason: str = "") -> None:
         """The run's end. Status FINISHED, FAILED or KILLED as MLflow knows them; outcome as we do."""
-        self.set_tags(run_id, {"outcome": outcome, "reason": reason})
+        self.set_tags(run_id, {"outcome": outcome} | ({"reason": reason} if reason else {}))
         self.client.set_terminated(run_id, status=status, end_time=int(time.time() * 1000))
 
 

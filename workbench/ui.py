@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from workbench.config import UserError
+from workbench.errors import UserError
 from workbench.saved_view import saved_views, view_address
 from workbench.tracking import store_path, store_uri
 

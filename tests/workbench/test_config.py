@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from workbench.config import RunConfig, UserError, flatten, parse_assignments, read_yaml, resolve, to_dict
+from workbench.config import RunConfig, flatten, parse_assignments, read_yaml, resolve, to_dict
+from workbench.errors import UserError
 
 
 def message(*layers) -> str:

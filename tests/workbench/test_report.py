@@ -4,10 +4,11 @@ import csv
 import io
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 
-from workbench.config import UserError
+from workbench.errors import UserError
 from workbench.report import build_report, find_sweep
 from workbench.report_views import as_csv, as_markdown, log_report
 from workbench.tracking import Tracker
@@ -128,7 +129,7 @@ def test_written_forms_agree_with_the_report(tracker, parent, tmp_path):
     names = {artifact.path for artifact in tracker.client.list_artifacts(parent.info.run_id)}
     assert names == {"report.md", "report.csv", "report.json", "report.png"}
     image = tracker.client.download_artifacts(parent.info.run_id, "report.png", str(tmp_path))
-    assert open(image, "rb").read(8) == b"\x89PNG\r\n\x1a\n"
+    assert Path(image).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_sweep_is_found_by_file_name_or_id(tracker, parent, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.config import UserError
+from workbench.errors import UserError
 from workbench.sweep_file import accumulation, read_sweep
 
 
@@ -42,7 +42,7 @@ def test_literal_cells(tmp_path):
         ("context_length=2048 strategy=anchor seed=1", None),
     ]
     assert cells[2].axes == {"data.context_length": 512, "attention.strategy": "anchor"}
-    assert cells[2].label == "512 anchor 0"
+    assert cells[2].label == "512 anchor seed=0"
 
 
 def test_zip_is_one_axis(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from workbench.config import UserError
+from workbench.errors import UserError
 from workbench.run_logger import RunLogger
 from workbench.tracking import Tracker, param_text, store_uri, tag
 
