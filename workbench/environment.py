@@ -49,6 +49,12 @@ def device_name(device_type: str) -> str:
         return platform.processor() or platform.machine()
 
 
+@cache
+def packages() -> dict[str, str]:
+    """Every installed distribution and its version."""
+    return {item.metadata["Name"]: item.version for item in metadata.distributions()}
+
+
 def describe(device_type: str) -> dict[str, Any]:
     """Everything needed to tell two runs' machines apart, as a JSON-ready dictionary."""
     import torch
@@ -68,5 +74,5 @@ def describe(device_type: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gigabytes": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "cuda": torch.version.cuda,
-        "packages": {item.metadata["Name"]: item.version for item in metadata.distributions()},
+        "packages": packages(),
     }
