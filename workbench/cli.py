@@ -17,9 +17,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a command; the exit code."""
     asked = _parser().parse_args(arguments)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # Read when torch loads. Threads that spin while they wait save up to a tenth of a step on an idle machine, and make
-    # it twenty times slower where another process wants the cores too (both seen on two cores).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read by GNU OpenMP when torch loads. By default waiting threads spin for milliseconds, which makes a step up to
+    # twenty times slower where another process wants the cores too; microseconds are as fast on an idle machine.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     from workbench.errors import UserError
 
     try:
