@@ -165,10 +165,13 @@ class LanguageModel(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Hands the metrics to the logger at the current optimizer step."""
-        loss = float(self.validation_loss.compute())
-        metrics = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0))}
-        if self.validation_first_token_loss.count > 0:
-            metrics["val/loss_first_token"] = float(self.validation_first_token_loss.compute())
+        # Every rank takes part in every sum: which metrics there are must not depend on one rank's own rows.
+        loss, first = float(self.validation_loss.compute()), float(self.validation_first_token_loss.compute())
+        with self.validation_loss.sync_context():
+            targets = int(self.validation_loss.count)
+        metrics = {"val/loss": loss, "val/perplexity": math.exp(min(loss, 700.0)), "val/targets": targets}
+        if not math.isnan(first):  # without a BOS of their own, first tokens are no targets
+            metrics["val/loss_first_token"] = first
         by_position = self.validation_loss_by_position.compute()
         metrics |= {f"val/loss_by_position/{last}": float(value) for last, value in by_position.items()}
         for metric in (self.validation_loss, self.validation_first_token_loss, self.validation_loss_by_position):

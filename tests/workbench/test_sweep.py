@@ -86,6 +86,11 @@ def test_a_grid_is_recorded_whole_and_never_run_twice(home, grid, capsys):
         assert row["metrics"]["val/loss"] == {"mean": child.data.metrics["val/loss"], "std": None}
         assert row["outcome"] == "completed"
 
+    # All strategies are scored on the same targets.
+    for length in ("32", "64"):
+        scored = {c.data.metrics["val/targets"] for c in children if c.data.params["data.context_length"] == length}
+        assert len(scored) == 1
+
     # A second call touches nothing.
     before = {run.info.run_id: run.info.end_time for run in [parent, *children]}
     assert main(["sweep", str(file)]) == 0
