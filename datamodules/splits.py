@@ -31,6 +31,11 @@ def split_documents(
     Raises:
         ValueError: no document or no target is left to validate on, or no document to train on.
     """
+    if lengths.size < 2:
+        raise ValueError(
+            "data.corpus holds one document, but one is needed to train on and another to validate on. "
+            "Set a corpus of at least two documents."
+        )
     order = np.random.default_rng(shuffle_seed).permutation(lengths.size)
     asked = order[: max(1, round(validation_fraction * lengths.size))]
     left = validation_tokens

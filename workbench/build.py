@@ -89,6 +89,7 @@ def check(config: RunConfig) -> Resolved:
     data = attempt(lambda: _decide_data(config.data, strategy))
     tokenizer = attempt(lambda: _tokenizer(config.data))
     shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2))
+    attempt(lambda: _schedule(config))
     products = kernel = None
     if device_type is not None:
         products = attempt(
@@ -136,6 +137,15 @@ def _device_type(config: RunConfig) -> str:
 def _decide_data(data: DataConfig, strategy: Strategy) -> DataConfig:
     anchor, positions = check_data_choice(strategy, data.anchor, data.positions)
     return replace(data, anchor=anchor, positions=positions)
+
+
+def _schedule(config: RunConfig) -> None:
+    warmup, steps = config.optimizer.warmup_steps, config.trainer.max_steps
+    if warmup > steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={warmup} is more than trainer.max_steps={steps}, so the learning rate would never "
+            "get there. Lower the one or raise the other."
+        )
 
 
 def _tokenizer(data: DataConfig) -> Tokenizer:

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"workbench: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("workbench: interrupted", file=sys.stderr)
+        print("workbench: interrupted. Run the same command again to go on.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `workbench report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--fail-fast", action="store_true", help="stop at the first cell that fails")
     sweep.add_argument("--ignore-code", action="store_true", help="keep cells that other code finished")
     _add_json(sweep)
+
+    show = _command(commands, "show", _show, "every setting with its value and what it may be")
+    show.add_argument("config", type=Path, help="YAML of one experiment")
+    _add_settings(show)
+    _add_json(show)
 
     prepare = _command(commands, "prepare", _prepare, "tokenise a corpus and show how it packs")
     prepare.add_argument("config", type=Path, help="YAML of one experiment")
@@ -110,30 +115,38 @@ def _quiet() -> None:
 
 
 def _fit(asked: argparse.Namespace) -> int:
+    from workbench.checkpoints import newest_checkpoint
     from workbench.config import parse_assignments
     from workbench.fit import fit, read_config
-    from workbench.home import home_directory
+    from workbench.home import trial_folder, writable_home
 
     _quiet()
     config = read_config(asked.config, parse_assignments(asked.settings))
-    run_id, outcome = fit(config, home=home_directory(), resume=asked.resume)
+    home = writable_home()
+    run_id, outcome = fit(config, home=home, resume=asked.resume)
     if outcome.name == "completed":
-        print(f"completed: run {run_id}. Look at it with `workbench ui`.", file=sys.stderr)
+        print(f"completed: run {run_id}, val/loss {outcome.validation_loss:.4f}.", file=sys.stderr)
+        print(f"Checkpoint: {newest_checkpoint(trial_folder(home, run_id))}. Page: `workbench ui`.", file=sys.stderr)
         return 0
     print(f"{outcome.name}: run {run_id}: {outcome.reason}", file=sys.stderr)
     if outcome.name in ("cancelled", "interrupted"):
-        print(f"Go on with `workbench fit {asked.config} ... --resume {run_id}`.", file=sys.stderr)
+        again = " ".join(["workbench fit", str(asked.config), *asked.settings, "--resume", run_id])
+        print(f"Go on with `{again}`.", file=sys.stderr)
+        if newest_checkpoint(trial_folder(home, run_id)) is None:
+            print(
+                "It has no checkpoint yet (trainer.checkpoint_every), so it starts again from step 0.", file=sys.stderr
+            )
         return 130
     return 1
 
 
 def _sweep(asked: argparse.Namespace) -> int:
     from workbench.config import parse_assignments
-    from workbench.home import home_directory
+    from workbench.home import home_directory, writable_home
     from workbench.plan import plan
     from workbench.sweep_file import read_sweep
 
-    home = home_directory()
+    home = home_directory() if asked.dry_run else writable_home()
     sweep = read_sweep(asked.sweep)
     launcher = None
     if not asked.dry_run:
@@ -170,14 +183,29 @@ def _sweep(asked: argparse.Namespace) -> int:
     return 1 if result.failed else 0
 
 
+def _show(asked: argparse.Namespace) -> int:
+    from workbench.config import describe_kind, flatten, parse_assignments, schema, to_dict
+    from workbench.fit import read_config
+
+    config = read_config(asked.config, parse_assignments(asked.settings))
+    if asked.json:
+        _print_json(to_dict(config))
+        return 0
+    values, kinds = flatten(to_dict(config)), schema()
+    for key, value in values.items():
+        text = "null" if value is None else str(value)
+        print(f"{key:32} {text:16} {describe_kind(kinds.get(key, type(value)))}")
+    return 0
+
+
 def _prepare(asked: argparse.Namespace) -> int:
     from workbench import build
     from workbench.config import parse_assignments
     from workbench.fit import read_config
-    from workbench.home import home_directory
+    from workbench.home import writable_home
 
     resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))
-    tokens = build.store(resolved, home_directory())
+    tokens = build.store(resolved, writable_home())
     report = build.data_report(resolved, tokens, *build.rows(resolved, tokens))
     if asked.json:
         _print_json(report)

@@ -159,7 +159,7 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise UserError(f"{word!r} is no setting. Write key=value, for example attention.strategy=anchor.")
+            raise UserError(f"{word!r} has no value. Write key=value, for example attention.strategy=anchor.")
         if key in assignments:
             raise UserError(f"{key} is set twice on the command line.")
         if not text:  # `data.end_of_document=` is the empty text; null is written null
@@ -189,7 +189,7 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
                 try:  # leaf by leaf, so that one mistake does not hide the next
                     tree = OmegaConf.merge(tree, _nested(key, value))
                 except (OmegaConfBaseException, ValueError):
-                    problem = f"{key}={value!r} must be {_describe(kinds.get(key))}."
+                    problem = f"{key}={value!r} must be {describe_kind(kinds.get(key))}."
             if problem:
                 problems.append(f"{_place(where, key)}: {problem}" if where else problem)
     sections: dict[str, Any] = {}
@@ -198,10 +198,19 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
             value = tree[item.name]
             sections[item.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except (ValueError, OmegaConfBaseException) as error:
-            problems.extend(str(error.__cause__ or error).splitlines())
+            problems.extend(_with_place(line, layers, kinds) for line in str(error.__cause__ or error).splitlines())
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return RunConfig(**sections)
+
+
+def _with_place(problem: str, layers: tuple[tuple[str, Mapping[str, Any]], ...], kinds: Mapping[str, Any]) -> str:
+    """Puts the layer that set a value in front of a sentence that begins 'key=value'."""
+    key = problem.partition("=")[0]
+    for where, layer in reversed(layers):
+        if where and key in _schema_leaves(layer, kinds):
+            return f"{_place(where, key)}: {problem}"
+    return problem
 
 
 def _place(where: str, key: str) -> str:
@@ -262,6 +271,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def _check_kind(key: str, value: Any, kinds: Mapping[str, Any]) -> str | None:
     """What OmegaConf would convert silently or explain poorly."""
     kind = kinds.get(key)
+    if isinstance(value, str) and "${" in value:
+        return f"{key}={value!r} refers to another value, which is not supported here. Write the value itself."
     if kind in (str, str | None) and isinstance(value, bool | int | float):
         return f"{key}={value!r} must be text. Put it in quotes."
     if kind in (int, int | None) and isinstance(value, str) and not re.fullmatch(r"[+-]?\d+", value):
@@ -284,7 +295,8 @@ def _whole_number(text: str) -> str:
     return f" Write {int(match[1]) * 1024 ** (1 if match[2] in 'kK' else 2)}."
 
 
-def _describe(kind: Any) -> str:
+def describe_kind(kind: Any) -> str:
+    """A type in words: 'a whole number', 'one of full, anchor'."""
     names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if kind in names:
         return names[kind]
@@ -292,4 +304,4 @@ def _describe(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is dict:
         return "keys and values"
-    return " or ".join(_describe(part) for part in get_args(kind)) or str(kind)
+    return " or ".join(describe_kind(part) for part in get_args(kind)) or str(kind)

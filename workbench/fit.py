@@ -2,6 +2,7 @@
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,9 @@ def fit(config: RunConfig, *, home: Path, resume: str | None) -> tuple[str, Outc
     run_id = _open_run(tracker, prepared, earlier)
     folder = trial_folder(home, run_id)
     folder.mkdir(parents=True, exist_ok=True)
+    if earlier is not None:
+        where = f"goes on from {checkpoint}" if checkpoint else "has no checkpoint yet and starts again from step 0"
+        print(f"run {run_id} {where}", file=sys.stderr)
     with step_progress() as progress:
         outcome = train(lambda: prepared, tracker=tracker, run_id=run_id, folder=folder, progress=progress)
     if outcome.traceback:
@@ -111,13 +115,12 @@ def _earlier_run(config: RunConfig, home: Path, resume: str) -> "Run":
 def _check_same_experiment(run: "Run", prepared: Prepared) -> None:
     """A run's params say what it is; going on with others would make them lie."""
     free = {".".join(path) for path in FREE_OF_IDENTITY}
+    before = {key: value for key, value in run.data.params.items() if not key.startswith("resolved.")}
+    now = {key: param_text(value) for key, value in flatten(to_dict(prepared.resolved.config)).items()}
     changed = [
-        f"{key} was {run.data.params[key]} and is now {param_text(value)}"
-        for key, value in flatten(to_dict(prepared.resolved.config)).items()
-        if key in run.data.params
-        and run.data.params[key] != param_text(value)
-        and key not in free
-        and not key.startswith("tracking.")
+        f"{key} was {before.get(key, 'not set')} and is now {now.get(key, 'not set')}"
+        for key in {**before, **now}
+        if before and before.get(key) != now.get(key) and key not in free and not key.startswith("tracking.")
     ]
     if tag(run, "data_digest") not in ("", prepared.data_digest):
         changed.append("the corpus or tokenizer has other content")

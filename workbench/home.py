@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import UserError
+
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,6 +25,21 @@ def home_directory() -> Path:
     if (PROJECT_ROOT / "pyproject.toml").is_file():
         return PROJECT_ROOT / "runs"
     return Path.home() / ".local" / "share" / "workbench"
+
+
+def writable_home() -> Path:
+    """`home_directory()`, if it can be written or made.
+
+    Raises:
+        UserError: it cannot.
+    """
+    home = home_directory()
+    nearest = next(path for path in (home, *home.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise UserError(
+            f"{home}: cannot be written ({nearest} is in the way). Set WORKBENCH_HOME to a folder that can."
+        )
+    return home
 
 
 def trial_folder(home: Path, run_id: str) -> Path:

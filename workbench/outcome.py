@@ -25,6 +25,8 @@ class Outcome:
     """One line for people."""
     traceback: str = ""
     step: int = 0
+    validation_loss: float | None = None
+    """The last val/loss of a completed run."""
     fit_seconds: float | None = None
     """Training and validation alone, without start-up and clean-up."""
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ SPEED_UP = "speed-up"
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "val/loss": lambda row: _metric(row, LOSS, "{:.4f}"),
     "tokens/s": lambda row: _metric(row, SPEED, "{:,.0f}"),
-    SPEED_UP: lambda row: f"{row.speed_up:.2f}x" if row.speed_up is not None else row.speed_up_blank,
+    SPEED_UP: lambda row: f"{row.speed_up:.2f}x" if row.speed_up is not None else "-",
     "visible pairs": lambda row: _metric(row, SHARE, "{:.1%}"),
     "peak GB": lambda row: _metric(row, MEMORY, "{:.2f}"),
     "kernel": lambda row: row.kernel,
@@ -48,15 +49,20 @@ def as_table(report: Report) -> tuple[list[str], list[list[str]], dict[str, str]
     return [headings[index] for index in kept], [[row[index] for index in kept] for row in rows], common
 
 
-def _said_once(common: dict[str, str]) -> str:
-    return "All cells: " + ", ".join(f"{heading} {value}" for heading, value in common.items()) + "." if common else ""
+def footnotes(report: Report, common: dict[str, str]) -> list[str]:
+    """What all cells agree in, and why a speed-up is blank."""
+    agreed = ", ".join(f"{heading} {value}" for heading, value in common.items() if value.strip("-"))
+    reasons = Counter(row.speed_up_blank for row in report.rows if row.speed_up is None)
+    return [f"All cells: {agreed}."] * bool(agreed) + [
+        f"No speed-up ({count} {'cell' if count == 1 else 'cells'}): {reason}." for reason, count in reasons.items()
+    ]
 
 
 def as_markdown(report: Report) -> str:
     """The table for a page."""
     headings, rows, common = as_table(report)
     lines = ["| " + " | ".join(cells) + " |" for cells in [headings, ["---"] * len(headings), *_escaped(rows)]]
-    return f"# {report.sweep}\n\n" + "\n".join(lines) + f"\n\n{_said_once(common)}\n\n{EXPLANATION}\n"
+    return f"# {report.sweep}\n\n" + "\n\n".join(["\n".join(lines), *footnotes(report, common), EXPLANATION]) + "\n"
 
 
 EXPLANATION = (
@@ -140,14 +146,13 @@ def print_report(report: Report) -> None:
 
     headings, rows, common = as_table(report)
     table = Table(box=None, padding=(0, 1, 0, 0), title=report.sweep, title_justify="left")
-    for index, heading in enumerate(headings):
-        is_axis = heading not in COLUMNS
-        side: JustifyMethod = "left" if is_axis else "right"
-        width = max((len(row[index]) for row in rows), default=1) if is_axis else None
-        # A space and not an underscore, so that a narrow terminal can break the heading.
-        table.add_column(heading.replace("_", " "), justify=side, vertical="bottom", min_width=width)
+    for heading in headings:
+        side: JustifyMethod = "right" if heading in COLUMNS else "left"
+        narrow = heading.replace("_", "\n").replace(" ", "\n")  # so that the table fits 80 columns
+        table.add_column(narrow, justify=side, vertical="bottom")
     for row in rows:
         table.add_row(*row)
     console = Console()
     console.print(table, highlight=False)
-    console.print(_said_once(common), highlight=False)
+    for line in footnotes(report, common):
+        console.print(line, highlight=False)

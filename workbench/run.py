@@ -106,7 +106,12 @@ def train(
         )
     if trainer.global_step < prepared.resolved.config.trainer.max_steps:
         return _stopped(SIGTERMException(), trainer)  # Lightning's fit returns normally after SIGTERM
-    return Outcome(name="completed", step=trainer.global_step, fit_seconds=fit_seconds)
+    return Outcome(
+        name="completed",
+        step=trainer.global_step,
+        validation_loss=prepared.module.validation_metrics["val/loss"],
+        fit_seconds=fit_seconds,
+    )
 
 
 def classify(error: BaseException) -> str:

@@ -81,7 +81,7 @@ def run_sweep(sweep: Sweep, plan: Plan, launcher: LocalLauncher, *, home: Path, 
             status, outcome, reason = "FAILED", "crash", f"{type(error).__name__}: {error}"
             raise
         finally:
-            if to_do:
+            if tracker.client.get_run(result.parent).info.status != "FINISHED":
                 tracker.close(result.parent, status=status, outcome=outcome, reason=reason)
         return result
 

@@ -98,7 +98,12 @@ def read_sweep(path: Path) -> Sweep:
         UserError: every mistake in the file at once, each with its key, value and the way out.
     """
     contents = read_yaml(path)
-    problems = [f"{key} is no key of a sweep file.{suggestion(key, KEYS)}" for key in contents if key not in KEYS]
+    unknown = [key for key in contents if key not in KEYS]
+    problems = [f"{key} is no key of a sweep file.{suggestion(key, KEYS)}" for key in unknown]
+    if any(key in {name.partition(".")[0] for name in schema()} for key in unknown):
+        problems = [
+            "is the YAML of one experiment, not a sweep file. Use `workbench fit`, or name it as base: of a sweep."
+        ]
     axes = _axes(contents, problems)
     seeds = _seeds(contents.get("seeds", [0]), problems)
     if not axes and "seeds" not in contents and not problems:
@@ -113,6 +118,13 @@ def read_sweep(path: Path) -> Sweep:
         seeds=seeds,
         exclude=_exclude(contents.get("exclude") or [], [key for axis in axes for key in axis], problems),
         tokens_per_step=_hold(contents.get("hold") or {}, problems),
+    )
+    if sweep.tokens_per_step is not None and "trainer.accumulate" in {*sweep.axis_keys, *flatten(sweep.base[-1][1])}:
+        problems.append("hold.tokens_per_step sets trainer.accumulate, so set and grid cannot. Remove one of them.")
+    problems.extend(
+        f"{key} is both in set and an axis. Remove it from set."
+        for key in flatten(sweep.base[-1][1])
+        if key in sweep.axis_keys
     )
     if not problems:
         doubled = [name for name, count in Counter(cell.name for cell in sweep.cells()).items() if count > 1]
@@ -137,8 +149,11 @@ def _base(contents: Mapping[str, Any], path: Path, problems: list[str]) -> tuple
         if not isinstance(item, str):
             problems.append(f"base={item!r} must be the path of a YAML file, or a list of them.")
             continue
+        file = path.parent / item
+        if file.resolve() == path.resolve():
+            problems.append(f"base={item!r} is this sweep file itself. Name the YAML of one experiment.")
+            continue
         try:
-            file = path.parent / item
             layers.append((str(file), read_yaml(file)))
         except UserError as error:
             problems.append(f"base: {error}")

@@ -77,11 +77,11 @@ class SweepTable:
 
 def print_plan(plan: Plan) -> None:
     """The dry run's table, on standard output."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for heading in ("cell", "state"):
         table.add_column(heading, no_wrap=True, vertical="bottom")
-    for heading in ("parameters", "tokens per step", "visible pairs", "FLOPs"):
-        table.add_column(heading, justify="right", vertical="bottom", min_width=8)
+    for heading in ("parameters", "tokens\nper step", "visible\npairs", "FLOPs"):
+        table.add_column(heading, justify="right", no_wrap=True, vertical="bottom")
     for trial in plan.trials:
         size = trial.size
         table.add_row(
@@ -101,9 +101,10 @@ def print_plan(plan: Plan) -> None:
     for (state, why), count in reasons.items():
         console.print(f"{state} ({count}): {why}", highlight=False)
     if any(trial.size.visible_pair_share is None for trial in plan.trials):
-        console.print("The corpus is not tokenised yet, so visible pairs are unknown: run `workbench prepare CONFIG`.")
+        console.print("The corpus is not tokenised yet, so visible pairs are unknown; `workbench prepare` does it.")
     to_do = sum(trial.to_do for trial in plan.trials)
-    console.print(f"{len(plan.trials)} cells, {to_do} to run. Nothing was written.")
+    cells = "cell" if len(plan.trials) == 1 else "cells"
+    console.print(f"{len(plan.trials)} {cells}, {to_do} to run. Nothing was written.")
 
 
 def _number(value: float | None, form: str) -> str:
