@@ -78,7 +78,13 @@ def plan_parts(lengths: np.ndarray, config: DataConfig) -> tuple[PackedPart, Pac
         shuffle_seed=config.shuffle_seed,
     )
     unhurt = replace(config, packing="best_fit", long_documents="split", tail="pad")
-    return _pack(training, lengths, config), _pack(validation, lengths, unhurt)
+    parts = _pack(training, lengths, config), _pack(validation, lengths, unhurt)
+    if not (parts[1].plan.piece_length > 1).any():
+        raise ValueError(
+            f"data.context_length={config.context_length} beside an anchor cuts documents into single tokens, which "
+            "leaves nothing to validate on. Set data.context_length=3 or more, or data.anchor=none."
+        )
+    return parts
 
 
 def _pack(documents: np.ndarray, lengths: np.ndarray, config: DataConfig) -> PackedPart:

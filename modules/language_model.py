@@ -39,14 +39,14 @@ class StepRecord:
     learning_rate: float
     visible_pair_share: float
     """Visible pairs over those of full causal attention on the same rows."""
-    visible_pairs: int
 
 
 class LanguageModel(lightning.LightningModule):
     """Trains a Llama on PackedBatch rows and scores it on validation rows."""
 
-    def __init__(self, model: Llama, *, optimizer: OptimizerConfig, max_steps: int, anchor_id: int) -> None:
-        """Args: the model; optimizer settings; length of the schedule in steps; token id of the anchor (BOS)."""
+    def __init__(self, model: Llama, *, optimizer: OptimizerConfig, max_steps: int, anchor_id: int | None) -> None:
+        """Args: the model; optimizer settings; length of the schedule in steps; token id of the
+        anchor (BOS) that stands in front of documents, None where it stands elsewhere or nowhere."""
         super().__init__()
         self.model = model
         self.optimizer_config = optimizer
@@ -135,7 +135,6 @@ class LanguageModel(lightning.LightningModule):
             gradient_norm=float(self._gradient_norm),
             learning_rate=float(optimizer.param_groups[0]["lr"]),
             visible_pair_share=self._visible_pairs / self._causal_pairs,
-            visible_pairs=self._visible_pairs,
         )
         if not math.isfinite(self.step_record.loss):
             raise NonFiniteLossError(

@@ -7,7 +7,7 @@ ratios, never a quotient of numbers from different minutes.
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -97,7 +97,7 @@ def _stepper(subject: Subject, tokens: int, home: Path) -> Callable[[], None]:
         )
     )
     resolved = build.check(config)
-    rows = build.data(replace(resolved, config=config), build.store(resolved, home)).training_rows
+    rows = build.data(resolved, build.store(resolved, home)).training_rows
     model = build.model(resolved).to(build.DTYPES[subject.precision]).to(resolved.device_type)
     optimizer = build_optimizer(model, config.optimizer)
     plugin = precision_plugin(

@@ -193,7 +193,7 @@ def module(resolved: Resolved) -> "LanguageModel":
         model(resolved),
         optimizer=resolved.config.optimizer,
         max_steps=resolved.config.trainer.max_steps,
-        anchor_id=resolved.tokenizer.anchor_id,
+        anchor_id=resolved.tokenizer.anchor_id if resolved.data.anchor == "every_document" else None,
     )
 
 

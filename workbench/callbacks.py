@@ -1,6 +1,7 @@
 """What is watched while training: metrics of each optimizer step, a status file for the launcher, a progress bar."""
 
 import resource
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -120,4 +121,5 @@ def peak_gigabytes(device: torch.device) -> float:
     """Most memory in use since the start: the device's allocator on CUDA, the process's resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, kibibytes elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

@@ -9,13 +9,14 @@ import logging
 import os
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command; the exit code."""
-    asked = _parser().parse_args(arguments)
+    asked = _parse(arguments)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # Read by GNU OpenMP when torch loads. By default waiting threads spin for milliseconds, which makes a step up to
     # twenty times slower where another process wants the cores too; microseconds are as fast on an idle machine.
@@ -33,6 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # `workbench report | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Settings (key=value) may stand anywhere after the command, also behind options."""
+    parser = _parser()
+    asked, rest = parser.parse_known_args(arguments)
+    if getattr(asked, "resume", None) and "=" in asked.resume:  # --resume key=value: the newest run
+        rest.append(asked.resume)
+        asked.resume = "newest"
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or not hasattr(asked, "settings")]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        asked.settings = [*asked.settings, *rest]
+    return asked
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,13 +169,9 @@ def _sweep(asked: argparse.Namespace) -> int:
         from workbench.launchers.local import LocalLauncher
 
         launcher = LocalLauncher()  # imports in the background while the plan is made
-    decided = plan(
-        sweep,
-        parse_assignments(asked.settings),
-        home=home,
-        tokenise=not asked.dry_run,
-        ignore_code=asked.ignore_code,
-    )
+    overrides = parse_assignments(asked.settings)
+    make_plan = partial(plan, sweep, overrides, home=home, tokenise=not asked.dry_run, ignore_code=asked.ignore_code)
+    decided = make_plan()
     if launcher is None:
         from workbench.sweep_table import print_plan
 
@@ -172,7 +184,7 @@ def _sweep(asked: argparse.Namespace) -> int:
     from workbench.sweep import run_sweep
     from workbench.tracking import Tracker
 
-    result = run_sweep(sweep, decided, launcher, home=home, fail_fast=asked.fail_fast)
+    result = run_sweep(sweep, make_plan, launcher, home=home, fail_fast=asked.fail_fast)
     tracker = Tracker(home, decided.experiment)
     report = build_report(tracker, tracker.client.get_run(result.parent))
     if result.outcomes:

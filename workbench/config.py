@@ -72,6 +72,10 @@ class TrackingConfig:
     experiment: str = "workbench"
     """Name of the MLflow experiment."""
 
+    def __post_init__(self) -> None:
+        if not self.experiment:
+            raise ValueError("tracking.experiment is empty. Give the MLflow experiment a name.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -199,6 +203,9 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
             sections[item.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except (ValueError, OmegaConfBaseException) as error:
             problems.extend(_with_place(line, layers, kinds) for line in str(error.__cause__ or error).splitlines())
+    if not 0 <= sections.get("seed", 0) < 2**63:
+        seed = f"seed={sections['seed']} must be from 0 to 2^63 - 1."
+        problems.append(_with_place(seed, layers, kinds))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return RunConfig(**sections)

@@ -13,6 +13,7 @@ from workbench.config import RunConfig, flatten, read_yaml, resolve, to_dict
 from workbench.errors import UserError
 from workbench.home import trial_folder
 from workbench.identity import FREE_OF_IDENTITY, identity
+from workbench.lost_runs import close_lost_runs
 from workbench.outcome import Outcome
 from workbench.run import Prepared, prepare, train
 from workbench.tracking import Tracker, param_text, tag
@@ -53,6 +54,7 @@ def fit(config: RunConfig, *, home: Path, resume: str | None) -> tuple[str, Outc
     if earlier is not None:
         _check_same_experiment(earlier, prepared)
     tracker = Tracker(home, config.tracking.experiment)
+    close_lost_runs(tracker, {"kind": "fit"}, owned=False)
     run_id = _open_run(tracker, prepared, earlier)
     folder = trial_folder(home, run_id)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,7 @@ def _earlier_run(config: RunConfig, home: Path, resume: str) -> "Run":
     tracker = Tracker.existing(home, config.tracking.experiment)
     if tracker is None:
         raise UserError(f"--resume: there is no run in {home} yet.")
+    close_lost_runs(tracker, {"kind": "fit"}, owned=False)
     if resume == NEWEST:
         found = [run for run in tracker.find({"kind": "fit"}) if run.info.run_name == config.name]
         if not found:
@@ -104,6 +107,8 @@ def _earlier_run(config: RunConfig, home: Path, resume: str) -> "Run":
             run = tracker.client.get_run(resume)
         except MlflowException as error:
             raise UserError(f"--resume {resume}: no such run in {home}.") from error
+        if tag(run, "kind") != "fit":
+            raise UserError(f"--resume {resume}: belongs to a sweep. Run `workbench sweep` again to go on with it.")
     if run.info.status == "FINISHED" and tag(run, "outcome") == "completed":
         raise UserError(f"--resume: run {run.info.run_id} is complete. Leave --resume out to start a new one.")
     alive = tag(run, "host") == platform.node() and tag(run, "pid").isdigit() and is_alive(int(tag(run, "pid")))

@@ -3,6 +3,7 @@
 The dry run prints this plan and the real run executes it, so the plan cannot lie.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +54,6 @@ class Trial:
     why: str
     run_id: str | None
     """The MLflow run to go on with, or the finished one."""
-    superseded: str | None = None
-    """A run of the same cell with other code, which a new one replaces."""
 
     @property
     def to_do(self) -> bool:
@@ -126,6 +125,8 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
             raise UserError(
                 f"{key} is an axis of {sweep.path}, so it cannot be set on the command line. Edit the file."
             )
+    if sweep.tokens_per_step is not None and "trainer.accumulate" in overrides:
+        raise UserError(f"hold.tokens_per_step of {sweep.path} sets trainer.accumulate. Remove one of them.")
     problems: list[str] = []
     decided: list[tuple[Cell, build.Resolved]] = []
     cells = list(sweep.cells())
@@ -148,7 +149,7 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
     for cell, resolved in decided:
         data_digest, store = stores[_data_key(resolved)]
         known = identity(resolved.config, data_digest=data_digest, device_type=resolved.device_type)
-        state, why, run_id, superseded = _state(cell, known, children, home, ignore_code=ignore_code)
+        state, why, run_id = _state(cell, known, children, home, ignore_code=ignore_code)
         trials.append(
             Trial(
                 cell=cell,
@@ -158,9 +159,14 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
                 state=state,
                 why=why,
                 run_id=run_id,
-                superseded=superseded,
             )
         )
+    same_work: dict[str, list[str]] = {}
+    for trial in trials:
+        same_work.setdefault(trial.identity.trial, []).append(trial.cell.name)
+    problems = [f"the cells {' and '.join(names)} are the same work." for names in same_work.values() if len(names) > 1]
+    if problems:
+        raise UserError("\n".join(f"{sweep.path}: {problem} Remove what does not differ." for problem in problems))
     return Plan(trials=trials, excluded=[cell for cell in cells if cell.excluded_why is not None])
 
 
@@ -199,6 +205,8 @@ def _open_stores(
     sharing: dict[DataKey, list[build.Resolved]] = {}
     for resolved in decided:
         sharing.setdefault(_data_key(resolved), []).append(resolved)
+    with user_input():  # all corpora first: a store of one is not written when another is missing
+        digests = {first.data.corpus: corpus_digest(first.data.corpus) for first, *_ in sharing.values()}
     found: dict[DataKey, tuple[str, TokenStore | None]] = {}
     for key, (first, *others) in sharing.items():
         store: TokenStore | None
@@ -207,8 +215,7 @@ def _open_stores(
                 store = build.store(first, home, *others)
             else:
                 store = TokenStore.find(home, first.data, first.tokenizer)
-            corpus = store.header.corpus_digest if store else corpus_digest(first.data.corpus)
-        found[key] = (build.data_digest(corpus, first.tokenizer), store)
+        found[key] = (build.data_digest(digests[first.data.corpus], first.tokenizer), store)
     return found
 
 
@@ -239,29 +246,28 @@ def _children(home: Path, experiment: str, sweep: str) -> "list[Run]":
 
 def _state(
     cell: Cell, known: Identity, children: "list[Run]", home: Path, *, ignore_code: bool
-) -> tuple[str, str, str | None, str | None]:
-    """(state, why, run to go on with, run to supersede)."""
+) -> tuple[str, str, str | None]:
+    """(state, why, the finished run or the one to go on with). A failed trial starts again in a new run."""
     same = [run for run in children if tag(run, "hash") == known.trial]
     finished = [run for run in same if run.info.status == "FINISHED" and tag(run, "outcome") == "completed"]
     if finished:
-        return "done", f"finished in run {finished[0].info.run_id}", finished[0].info.run_id, None
+        return "done", f"finished in run {finished[0].info.run_id}", finished[0].info.run_id
     if same:
         run = same[0]
         how = tag(run, "outcome") or "lost"
         checkpoint = newest_checkpoint(trial_folder(home, run.info.run_id))
         if checkpoint is not None and how in ("interrupted", "cancelled", "lost"):
-            return "resume", f"{how}; goes on from {checkpoint.name}", run.info.run_id, None
-        return "failed", f"{how}: {tag(run, 'reason')}".rstrip(": "), run.info.run_id, None
+            return "resume", f"{how}; goes on from {checkpoint.name}", run.info.run_id
+        return "failed", f"{how}: {tag(run, 'reason')}".rstrip(": "), None
     other = [
         run
         for run in children
-        if tag(run, "cell") == cell.name and tag(run, "seed") == str(cell.seed) and not tag(run, "superseded_by")
+        if json.loads(tag(run, "axes") or "{}") == cell.axes and tag(run, "seed") == str(cell.seed)
     ]
     if not other:
-        return "new", "", None, None
-    old = other[0]
-    if tag(old, "config_hash") == known.config:
-        if ignore_code and tag(old, "outcome") == "completed":
-            return "done", f"finished by other code in run {old.info.run_id}", old.info.run_id, None
-        return "stale", "the code has changed since", None, old.info.run_id
-    return "new", "config or data differ from its earlier run", None, old.info.run_id
+        return "new", "", None
+    if tag(other[0], "config_hash") == known.config:
+        if ignore_code and tag(other[0], "outcome") == "completed":
+            return "done", f"finished by other code in run {other[0].info.run_id}", other[0].info.run_id
+        return "stale", "the code has changed since", None
+    return "new", "config or data differ from its earlier run", None

@@ -112,7 +112,7 @@ def find_sweep(tracker: Tracker, wanted: str) -> "Run":
     """
     from mlflow.exceptions import MlflowException
 
-    name = Path(wanted).stem
+    name = wanted
     if Path(wanted).is_file():
         from workbench.sweep_file import read_sweep
 

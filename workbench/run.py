@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning
 import torch
@@ -217,16 +218,21 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
         {
             "kernel": resolved.kernel,
             "device": resolved.device_type,
-            "device_name": surroundings["device_name"],
+            "device_name": _speed_device(surroundings),
             "host": surroundings["host"],
             "pid": str(os.getpid()),
         },
     )
-    header = prepared.store.header
     tracker.log_dataset(
         run_id,
-        name=Path(header.corpus).name,
+        name=Path(resolved.data.corpus).name,
         digest=prepared.data_digest,
-        source=header.corpus,
+        source=resolved.data.corpus,
         profile=report,
     )
+
+
+def _speed_device(surroundings: dict[str, Any]) -> str:
+    """What a speed belongs to: the device, and on a CPU how many threads it used."""
+    name = str(surroundings["device_name"])
+    return f"{name}, {surroundings['threads']} threads" if surroundings["device"] == "cpu" else name

@@ -102,4 +102,6 @@ class RunLogger(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Writes what is left; the status is the launcher's to set."""
+        if self.dropped_points:
+            self.client.set_tag(self.run_id, "workbench.dropped_points", str(self.dropped_points))
         self.flush()

@@ -8,10 +8,9 @@ The launcher (this process) owns every run's status. A trial that fails is recor
 
 import json
 import os
-import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +23,13 @@ from workbench.environment import code_version
 from workbench.errors import UserError
 from workbench.home import read_json, trial_folder
 from workbench.launchers.local import LocalLauncher, TrialProcess
+from workbench.lost_runs import close_lost_runs
 from workbench.outcome import Outcome, Status
 from workbench.plan import Plan, Trial
 from workbench.sweep_file import Sweep
 from workbench.sweep_table import SweepTable
 from workbench.tracking import Tracker, tag
-from workbench.trial import TrialSpec, is_alive
+from workbench.trial import TrialSpec
 
 POLL_SECONDS = 0.1
 
@@ -41,7 +41,9 @@ class SweepResult:
     parent: str
     """The parent run's id."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """Cell name and seed -> outcome, of the trials that ran now."""
+    """Cell name -> outcome, of the trials that ran now."""
+    runs: dict[int, str] = field(default_factory=dict)
+    """id() of a trial -> its run, of the trials that ran now."""
 
     @property
     def failed(self) -> bool:
@@ -49,24 +51,29 @@ class SweepResult:
         return any(outcome.name != "completed" for outcome in self.outcomes.values())
 
 
-def run_sweep(sweep: Sweep, plan: Plan, launcher: LocalLauncher, *, home: Path, fail_fast: bool) -> SweepResult:
-    """Executes a plan.
+def run_sweep(
+    sweep: Sweep, make_plan: Callable[[], Plan], launcher: LocalLauncher, *, home: Path, fail_fast: bool
+) -> SweepResult:
+    """Executes a plan, made under the sweep's lock: nobody else finishes a cell in between.
 
     Raises:
         UserError: the same sweep is running already.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the running trial and the parent are closed as cancelled first.
     """
-    tracker = Tracker(home, plan.experiment)
+    tracker = Tracker(home, make_plan().experiment)
     with _only_one(home, sweep.name), _sigterm_as_interrupt():
-        _close_lost_runs(tracker, sweep.name)
+        close_lost_runs(tracker, {"sweep": sweep.name}, owned=True)
+        plan = make_plan()
         result = SweepResult(parent=_open_parent(tracker, sweep, plan))
         to_do = [trial for trial in plan.trials if trial.to_do]
         status, outcome, reason = "FINISHED", "completed", ""
         try:
             with SweepTable(plan) as table:
                 for trial in to_do:
-                    ended = _run_trial(trial, tracker, launcher, result.parent, sweep.name, table)
-                    result.outcomes[f"{trial.cell.name} seed={trial.cell.seed}"] = ended
+                    run_id = _open_run(trial, tracker, result.parent, sweep.name)
+                    result.runs[id(trial)] = run_id
+                    ended = _run_trial(trial, run_id, tracker, launcher, table)
+                    result.outcomes[trial.cell.name] = ended
                     if ended.name == "cancelled":
                         raise KeyboardInterrupt
                     if fail_fast and ended.name != "completed":
@@ -81,6 +88,7 @@ def run_sweep(sweep: Sweep, plan: Plan, launcher: LocalLauncher, *, home: Path, 
             status, outcome, reason = "FAILED", "crash", f"{type(error).__name__}: {error}"
             raise
         finally:
+            _mark_superseded(tracker, sweep.name, plan, result.runs)
             if tracker.client.get_run(result.parent).info.status != "FINISHED":
                 tracker.close(result.parent, status=status, outcome=outcome, reason=reason)
         return result
@@ -106,23 +114,25 @@ def _open_parent(tracker: Tracker, sweep: Sweep, plan: Plan) -> str:
     return parent
 
 
-def _close_lost_runs(tracker: Tracker, sweep: str) -> None:
-    """Ends runs of this sweep that a killed process left RUNNING. We hold the sweep's lock, so nobody works on them."""
-    for run in tracker.find({"sweep": sweep}):
-        if run.info.status != "RUNNING":
+def _mark_superseded(tracker: Tracker, sweep: str, plan: Plan, opened: dict[int, str]) -> None:
+    """Leaves one run per cell and seed of the file in the report: the one the plan chose or that ran now."""
+    current = {_place(t.cell.axes, t.cell.seed): opened.get(id(t), t.run_id) for t in plan.trials}
+    for run in tracker.find({"sweep": sweep, "kind": "trial"}):
+        place = _place(json.loads(tag(run, "axes") or "{}"), tag(run, "seed"))
+        chosen = current.get(place, "no cell of the sweep file any more")
+        if chosen is None:  # not run yet
             continue
-        pid = tag(run, "pid")
-        deadline = time.monotonic() + 5.0
-        while pid and tag(run, "host") == platform.node() and is_alive(int(pid)) and time.monotonic() < deadline:
-            time.sleep(0.2)  # its launcher is gone; it ends itself within two seconds
-        tracker.close(run.info.run_id, status="KILLED", outcome="lost", reason="its process was killed")
+        by = "" if chosen == run.info.run_id else chosen
+        if tag(run, "superseded_by") != by:
+            tracker.set_tags(run.info.run_id, {"superseded_by": by})
 
 
-def _run_trial(
-    trial: Trial, tracker: Tracker, launcher: LocalLauncher, parent: str, sweep_name: str, table: SweepTable
-) -> Outcome:
+def _place(axes: dict[str, Any], seed: int | str) -> str:
+    return json.dumps([axes, str(seed)], sort_keys=True)
+
+
+def _run_trial(trial: Trial, run_id: str, tracker: Tracker, launcher: LocalLauncher, table: SweepTable) -> Outcome:
     started = time.monotonic()
-    run_id = _open_run(trial, tracker, parent, sweep_name)
     folder = trial_folder(tracker.home, run_id)
     for leftover in ("outcome.json", "status.json"):
         (folder / leftover).unlink(missing_ok=True)
@@ -136,6 +146,7 @@ def _run_trial(
             launcher_pid=os.getpid(),
             resume=trial.state == "resume",
             processes=config.trainer.devices,
+            code_version=trial.identity.code,
         )
     )
     try:
@@ -171,8 +182,6 @@ def _open_run(trial: Trial, tracker: Tracker, parent: str, sweep_name: str) -> s
         },
         parent=parent,
     )
-    if trial.superseded:
-        tracker.set_tags(trial.superseded, {"superseded_by": run_id})
     return run_id
 
 
@@ -187,7 +196,10 @@ def read_outcome(folder: Path, exit_code: int | None) -> Outcome:
     """What the trial says of its own end; where it could say nothing, what its exit code tells."""
     left = read_json(folder / "outcome.json")
     if left is not None:
-        return Outcome(**left)
+        try:
+            return Outcome(**left)
+        except TypeError:  # written by other code
+            return Outcome(name="config", reason="the code changed while the sweep ran")
     if exit_code is not None and exit_code < 0:
         return Outcome(name="lost", reason=f"killed by signal {signal.Signals(-exit_code).name}")
     return Outcome(name="lost", reason=f"ended with exit code {exit_code} and left no outcome")

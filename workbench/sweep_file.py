@@ -105,7 +105,9 @@ def read_sweep(path: Path) -> Sweep:
             "is the YAML of one experiment, not a sweep file. Use `workbench fit`, or name it as base: of a sweep."
         ]
     axes = _axes(contents, problems)
-    seeds = _seeds(contents.get("seeds", [0]), problems)
+    base = _base(contents, path, problems)
+    own_seed = next((layer["seed"] for _, layer in reversed(base) if "seed" in layer), 0)
+    seeds = _seeds(contents.get("seeds", [own_seed]), problems)
     if not axes and "seeds" not in contents and not problems:
         problems.append(
             "the grid is empty. Give grid at least one axis, for example attention.strategy: [full, anchor]."
@@ -113,7 +115,7 @@ def read_sweep(path: Path) -> Sweep:
     sweep = Sweep(
         name=_name(contents.get("name", path.stem), problems),
         path=path,
-        base=_base(contents, path, problems),
+        base=base,
         axes=axes,
         seeds=seeds,
         exclude=_exclude(contents.get("exclude") or [], [key for axis in axes for key in axis], problems),
@@ -231,7 +233,7 @@ def _exclude(value: Any, axes: list[str], problems: list[str]) -> tuple[tuple[di
             continue
         when = flatten(dict(item["when"]))
         for key in when:
-            if key not in axes and axes:
+            if key not in axes:
                 problems.append(f"exclude.when: {key} is no axis of this sweep.{suggestion(key, axes)}")
         rules.append((when, str(item["why"])))
     return tuple(rules)

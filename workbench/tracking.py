@@ -29,7 +29,7 @@ class Tracker:
     """The runs of one home folder.
 
     Tags on a run: `workbench.kind` (sweep, trial or fit), `.sweep` (name), `.cell` (readable), `.axes` (JSON),
-    `.seed`, `.hash` (identity of the trial), `.outcome`, `.reason`, `.attempt`, `.host`, `.pid`, `.folder`,
+    `.seed`, `.hash` (identity of the trial), `.outcome`, `.reason`, `.attempt`, `.host`, `.pid`, `.superseded_by`,
     `.code_version`, `.data_digest`, `.device`, `.kernel`.
     """
 
@@ -52,8 +52,12 @@ class Tracker:
 
     @staticmethod
     def existing(home: Path, experiment: str) -> "Tracker | None":
-        """The tracker where there is a store already; never writes one."""
-        return Tracker(home, experiment) if store_path(home).is_file() else None
+        """The tracker where there is such a store and experiment already; never makes one."""
+        if not store_path(home).is_file():
+            return None
+        with _initialisation_lock(home):
+            found = _open(home).get_experiment_by_name(experiment)
+        return Tracker(home, experiment) if found else None
 
     def _experiment(self, name: str) -> str:
         found = self.client.get_experiment_by_name(name)
@@ -129,13 +133,19 @@ class Tracker:
 
     def reopen(self, run_id: str) -> None:
         """RUNNING again: the run goes on, and how it ended before no longer counts."""
-        for name in ("outcome", "reason"):
-            if f"{TAG}{name}" in self.client.get_run(run_id).data.tags:
-                self.client.delete_tag(run_id, f"{TAG}{name}")
+        self._forget(run_id, "outcome", "reason")
         self.client.update_run(run_id, status="RUNNING")
+
+    def _forget(self, run_id: str, *names: str) -> None:
+        tags = self.client.get_run(run_id).data.tags
+        for name in names:
+            if f"{TAG}{name}" in tags:
+                self.client.delete_tag(run_id, f"{TAG}{name}")
 
     def close(self, run_id: str, *, status: str, outcome: str, reason: str = "") -> None:
         """The run's end. Status FINISHED, FAILED or KILLED as MLflow knows them; outcome as we do."""
+        if not reason:
+            self._forget(run_id, "reason")
         self.set_tags(run_id, {"outcome": outcome} | ({"reason": reason} if reason else {}))
         self.client.set_terminated(run_id, status=status, end_time=int(time.time() * 1000))
 
@@ -161,14 +171,15 @@ def _open(home: Path) -> "MlflowClient":
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
+    from sqlalchemy.exc import SQLAlchemyError
 
     fresh = not store_path(home).exists()
     try:
         client = MlflowClient(store_uri(home))
         client.search_experiments(max_results=1)  # makes or checks the schema
-    except MlflowException as error:
+    except (MlflowException, SQLAlchemyError) as error:
         raise UserError(
-            f"{store_path(home)}: MLflow cannot open this store: {error.message} Copy the file, then run "
+            f"{store_path(home)}: MLflow cannot open this store: {str(error).splitlines()[0]} Copy the file, then run "
             f"`mlflow db upgrade {store_uri(home)}`, or set WORKBENCH_HOME to another folder."
         ) from error
     if fresh:

@@ -24,7 +24,9 @@ from typing import Any
 
 from workbench.checkpoints import newest_checkpoint
 from workbench.config import RunConfig, resolve
+from workbench.environment import code_version
 from workbench.home import write_json
+from workbench.outcome import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class TrialSpec:
     """The trial ends when this process does."""
     resume: bool
     """Whether to go on from the newest checkpoint in the folder, if there is one."""
+    code_version: str
+    """The launcher's, which is part of the trial's identity."""
     processes: int = 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,6 +76,10 @@ def run_trial(spec_file: str) -> int:
     from workbench.run import prepare, train
     from workbench.tracking import Tracker
 
+    if code_version() != spec.code_version:
+        reason = "the code changed while the sweep ran. Run the sweep again."
+        write_json(Path(spec.folder) / "outcome.json", asdict(Outcome(name="config", reason=reason)))
+        return 1
     config, home, folder = spec.run_config, Path(spec.home), Path(spec.folder)
     is_first_rank = int(os.environ.get("LOCAL_RANK", "0")) == 0
     checkpoint = newest_checkpoint(folder) if spec.resume else None

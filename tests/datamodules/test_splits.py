@@ -44,7 +44,7 @@ def test_both_parts_are_shuffled_by_the_seed():
     [
         ([200, 300, 400], r"data\.validation_tokens=100 leave no document to validate on.*shortest of them with \d00"),
         ([1, 1, 1], "leave no document to validate on"),
-        ([50], "leaves none of 1 documents to train on"),
+        ([50], "holds one document"),
     ],
 )
 def test_an_empty_part_is_refused(lengths, message):

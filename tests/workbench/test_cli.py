@@ -60,6 +60,11 @@ def refused(capsys, home, *words) -> str:
         (["model.preset=lama"], ["model.preset='lama'"]),
         (["rotary.scaling=yarn"], ["rotary.scaling"]),
         (["trainer.devices=2"], ["trainer.devices=2"]),
+        (["seed=-1"], ["seed=-1"]),
+        (["data.context_length=2"], ["data.context_length=2"]),
+        (["optimizer.warmup_steps=9"], ["optimizer.warmup_steps=9", "trainer.max_steps=6"]),
+        (["data.corpus=${oc.env:HOME}"], ["data.corpus", "refers to another value"]),
+        (["tracking.experiment="], ["tracking.experiment is empty"]),
         (["novalue"], ["novalue", "key=value"]),
     ],
 )
@@ -161,3 +166,31 @@ def test_help_and_unknown_commands():
         done = subprocess.run([sys.executable, "-m", "workbench.cli", *words], capture_output=True, text=True)
         assert done.returncode == code
         assert "Traceback" not in done.stderr
+
+
+def test_a_home_that_cannot_be_written(capsys, tmp_path, monkeypatch, experiment):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "file" / "home"))
+    assert main(["fit", str(experiment())]) == 2
+    assert "WORKBENCH_HOME" in capsys.readouterr().err
+
+
+def test_show_lists_every_setting(capsys, home, experiment):
+    assert main(["show", str(experiment()), "attention.strategy=anchor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"]["strategy"] == "anchor"
+    assert main(["show", str(experiment())]) == 0
+    assert "data.long_documents" in capsys.readouterr().out
+    assert not home.exists()
+
+
+def test_looking_writes_nothing(capsys, home, experiment, tmp_path):
+    """A report or dry run on an experiment that does not exist does not make one."""
+    from workbench.tracking import Tracker
+
+    tracker = Tracker(home, "workbench")
+    experiment()
+    file = tmp_path / "grid.yaml"
+    file.write_text("base: tiny.yaml\ngrid: {attention.strategy: [full]}\n")
+    assert main(["sweep", str(file), "--dry-run", "tracking.experiment=other"]) == 0
+    assert main(["report", "grid", "--experiment", "another"]) == 2
+    assert {e.name for e in tracker.client.search_experiments()} == {"Default", "workbench"}

@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from workbench.checkpoints import checkpoint_step, newest_checkpoint
 from workbench.cli import main
-from workbench.tracking import store_uri, tag
+from workbench.tracking import Tracker, store_uri, tag
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,11 +91,14 @@ def test_a_checkpoint_of_another_shape_is_refused(home, experiment, capsys):
     assert main(["fit", str(file), "model.overrides={width: 48, layers: 2}", "--resume"]) == 2
     message = capsys.readouterr().err
     assert "another shape" in message and "Traceback" not in message and ".ckpt" in message
-    assert main(["fit", str(file), "optimizer.learning_rate=1", "--resume"]) == 2
+    assert main(["fit", str(file), "model.overrides={rope_theta: 500.0}", "--resume"]) == 2
+    assert "model.overrides.rope_theta was not set and is now 500.0" in capsys.readouterr().err
+    assert main(["fit", str(file), "--resume", "optimizer.learning_rate=1"]) == 2
     assert "optimizer.learning_rate was 0.003 and is now 1.0" in capsys.readouterr().err
     _, after = fits(home)
     (run,) = after.values()
-    assert run.data.tags == next(iter(before.values())).data.tags, "nothing was written"
+    assert run.data.params == next(iter(before.values())).data.params
+    assert (run.info.status, tag(run, "outcome")) == ("KILLED", "lost"), "what the killed run now says of itself"
 
 
 def test_broken_and_foreign_checkpoints_are_refused(home, experiment, capsys):
@@ -126,10 +129,15 @@ def test_a_complete_run_is_not_resumed(home, experiment, capsys):
     (run_id,) = runs
     for words in (["--resume"], ["--resume", run_id]):
         capsys.readouterr()
-        # The newest unfinished run is what --resume looks for; a finished one is named as such.
         assert main(["fit", str(file), *words]) == 2
         assert "complete" in capsys.readouterr().err
     assert main(["fit", str(file), "--resume", "nonsense"]) == 2
+    tracker = Tracker(home, "workbench")
+    parent = tracker.create("a sweep", {"kind": "sweep"})
+    capsys.readouterr()
+    assert main(["fit", str(file), "--resume", parent]) == 2
+    assert "belongs to a sweep" in capsys.readouterr().err
+    tracker.client.delete_run(parent)
     assert main(["fit", str(file)]) == 0  # fit never skips
     assert len(fits(home)[1]) == 2
 

@@ -130,13 +130,56 @@ def test_a_failed_cell_is_recorded_and_the_others_go_on(home, grid, capsys):
     assert (good.info.status, parent.info.status, tag(parent, "outcome")) == ("FINISHED", "FAILED", "failed")
     capsys.readouterr()
 
-    assert main(["sweep", str(file), "--json"]) == 1  # runs the failed one alone, in the same run
+    assert main(["sweep", str(file), "--json"]) == 1  # runs the failed one alone, in a run that takes its place
     report = json.loads(capsys.readouterr().out)
-    assert [row["outcome"] for row in report["rows"]] == ["completed", "diverged"]
+    assert [(row["outcome"], row["seeds"]) for row in report["rows"]] == [("completed", [0]), ("diverged", [0])]
     _, _, again = runs_of(home)
-    assert {run.info.run_id for run in again} == {good.info.run_id, bad.info.run_id}
-    attempts = {run.info.run_id: tag(run, "attempt") for run in again}
-    assert attempts == {good.info.run_id: "1", bad.info.run_id: "2"}
+    (new,) = {run.info.run_id for run in again} - {good.info.run_id, bad.info.run_id}
+    superseded = {run.info.run_id: tag(run, "superseded_by") for run in again}
+    assert superseded == {good.info.run_id: "", bad.info.run_id: new, new: ""}
+
+
+def losses(capsys, file) -> list:
+    """Runs the sweep; (cell, val/loss) of its report."""
+    capsys.readouterr()
+    assert main(["sweep", str(file), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    return [(row["cell"], row["seeds"], row["metrics"]["val/loss"]["mean"]) for row in rows]
+
+
+def test_an_edited_sweep_reports_what_its_file_says(home, grid, capsys):
+    """Settings changed and changed back, a cell taken out, seeds added: never a run of other settings."""
+    strategies = {"attention.strategy": ["full", "anchor"]}
+    first = losses(capsys, grid(grid=strategies, set={"trainer.max_steps": 2}))
+    other = losses(capsys, grid(grid=strategies, set={"trainer.max_steps": 3}))
+    assert [row[2] for row in first] != [row[2] for row in other]
+    assert losses(capsys, grid(grid=strategies, set={"trainer.max_steps": 2})) == first
+    fewer = grid(grid={"attention.strategy": ["anchor"]}, set={"trainer.max_steps": 2})
+    assert losses(capsys, fewer) == first[1:]
+    (row,) = losses(capsys, grid(grid={"attention.strategy": ["anchor"]}, set={"trainer.max_steps": 2}, seeds=[0, 1]))
+    assert row[1] == [0, 1]
+    _, parents, children = runs_of(home)
+    assert len(parents) == 1 and len(children) == 5
+
+
+@pytest.mark.parametrize(
+    ("contents", "part"),
+    [
+        ({"grid": {"data.workers": [0, 1]}}, "the same work"),
+        ({"grid": {"trainer.accumulate": [1, 2]}, "hold": {"tokens_per_step": 256}}, "hold.tokens_per_step"),
+        ({"grid": {"data.context_length": [32]}, "set": {"data.context_length": 64}}, "in set and an axis"),
+        ({"seeds": [0, 1], "exclude": [{"when": {"data.tail": "pad"}, "why": "x"}]}, "data.tail is no axis"),
+    ],
+)
+def test_cells_that_do_not_differ_are_refused(home, grid, capsys, contents, part):
+    assert main(["sweep", str(grid(**contents)), "--dry-run"]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_sweep_without_seeds_takes_the_configs(home, grid, capsys):
+    file = grid(grid={"attention.strategy": ["full"]}, set={"seed": 7})
+    assert main(["sweep", str(file), "--json", "--dry-run"]) == 0
+    assert [cell["seed"] for cell in json.loads(capsys.readouterr().out)["cells"]] == [7]
 
 
 def test_fail_fast_stops_at_the_first_failure(home, grid):
@@ -157,10 +200,11 @@ def test_seeds_are_trials_of_one_cell(home, grid, capsys):
     assert row["metrics"]["val/loss"]["std"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
 
 
-def test_changed_code_runs_again_in_a_new_run(home, grid, monkeypatch, capsys):
+def test_changed_code_runs_again_in_a_new_run(home, grid, capsys):
     file = grid(grid={"attention.strategy": ["anchor"]})
     assert main(["sweep", str(file)]) == 0
-    monkeypatch.setattr("workbench.identity.code_version", lambda: "other")
+    client, _, (child,) = runs_of(home)
+    client.set_tag(child.info.run_id, "workbench.hash", "what older code had")
     capsys.readouterr()
     for words, state in (([], "stale"), (["--ignore-code"], "done")):
         assert main(["sweep", str(file), "--dry-run", "--json", *words]) == 0
