@@ -164,27 +164,23 @@ def _sweep(asked: argparse.Namespace) -> int:
 
     home = home_directory() if asked.dry_run else writable_home()
     sweep = read_sweep(asked.sweep)
-    launcher = None
-    if not asked.dry_run:
-        from workbench.launchers.local import LocalLauncher
-
-        launcher = LocalLauncher()  # imports in the background while the plan is made
     overrides = parse_assignments(asked.settings)
     make_plan = partial(plan, sweep, overrides, home=home, tokenise=not asked.dry_run, ignore_code=asked.ignore_code)
     decided = make_plan()
-    if launcher is None:
+    if asked.dry_run:
         from workbench.sweep_table import print_plan
 
         _print_json(decided.to_json()) if asked.json else print_plan(decided)
         return 0
 
+    from workbench.launchers.local import LocalLauncher
     from workbench.report import build_report
     from workbench.report_views import log_report, print_report
     from workbench.saved_view import write_saved_view
     from workbench.sweep import run_sweep
     from workbench.tracking import Tracker
 
-    result = run_sweep(sweep, make_plan, launcher, home=home, fail_fast=asked.fail_fast)
+    result = run_sweep(sweep, make_plan, LocalLauncher(), home=home, fail_fast=asked.fail_fast)
     tracker = Tracker(home, decided.experiment)
     report = build_report(tracker, tracker.client.get_run(result.parent))
     if result.outcomes:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -63,10 +62,9 @@ class LocalLauncher:
     """Starts trials on this machine, one after another."""
 
     def __init__(self) -> None:
-        """Begins importing in the background; the first trial waits for it."""
+        """Nothing starts yet; the first trial waits for the imports."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["workbench.preload"])
-        forkserver.ensure_running()
 
     def start(self, spec: TrialSpec) -> TrialProcess:
         """Starts a trial in its folder."""
