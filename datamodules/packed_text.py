@@ -54,14 +54,6 @@ class PackedTextDataModule(pl.LightningDataModule):
         self.training_rows = PackedRows(self.training, store, tokenizer, labels=config.labels, **shared)
         self.validation_rows = PackedRows(self.validation, store, tokenizer, labels="within_document", **shared)
 
-    def report(self) -> dict[str, int | float]:
-        """Both packing reports, `training/...` and `validation/...`, for a run's log."""
-        return {
-            f"{name}/{key}": value
-            for name, part in (("training", self.training), ("validation", self.validation))
-            for key, value in part.plan.report.as_dict().items()
-        }
-
     def train_dataloader(self) -> RowLoader:
         order = TrainingOrder(len(self.training_rows), total=self.total_rows, seed=self.seed)
         loader = self._loader(self.training_rows, order)

@@ -109,7 +109,10 @@ def test_settings_reach_the_rows(data_of):
 
 def test_both_reports(data_of, many_texts):
     data = data_of()
-    report = data.report()
+    parts = {"training": data.training, "validation": data.validation}
+    report = {
+        f"{name}/{key}": value for name, part in parts.items() for key, value in part.plan.report.as_dict().items()
+    }
     assert report["training/documents_in"] + report["validation/documents_in"] == len(many_texts)
     assert report["training/tokens_in"] + report["validation/tokens_in"] == sum(len(text) + 1 for text in many_texts)
     assert report["validation/rows"] == len(data.validation_rows)
