@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from workbench.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def checkpoint_step(path: Path) -> int | None:
@@ -46,5 +46,5 @@ def check_checkpoint(path: Path, module: "nn.Module") -> None:
             )
 
 
-def _shape(tensor: "torch.Tensor | None") -> str:  # type: ignore[name-defined]  # noqa: F821
+def _shape(tensor: "Tensor | None") -> str:
     return "missing" if tensor is None else str(list(tensor.shape))

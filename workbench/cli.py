@@ -180,10 +180,10 @@ def _sweep(asked: argparse.Namespace) -> int:
     from workbench.sweep import run_sweep
     from workbench.tracking import Tracker
 
-    result = run_sweep(sweep, make_plan, LocalLauncher(), home=home, fail_fast=asked.fail_fast)
     tracker = Tracker(home, decided.experiment)
+    result = run_sweep(sweep, make_plan, LocalLauncher(), tracker=tracker, fail_fast=asked.fail_fast)
     report = build_report(tracker, tracker.client.get_run(result.parent))
-    if result.outcomes:
+    if result.changed:
         log_report(tracker, report)
         write_saved_view(tracker, report.sweep, report.axis_keys)
     _print_json(report.to_json()) if asked.json else print_report(report)

@@ -44,6 +44,8 @@ class SweepResult:
     """Cell name -> outcome, of the trials that ran now."""
     runs: dict[int, str] = field(default_factory=dict)
     """id() of a trial -> its run, of the trials that ran now."""
+    changed: bool = False
+    """Whether the sweep's report is another one than before."""
 
     @property
     def failed(self) -> bool:
@@ -52,16 +54,21 @@ class SweepResult:
 
 
 def run_sweep(
-    sweep: Sweep, make_plan: Callable[[], Plan], launcher: LocalLauncher, *, home: Path, fail_fast: bool
+    sweep: Sweep, make_plan: Callable[[], Plan], launcher: LocalLauncher, *, tracker: Tracker, fail_fast: bool
 ) -> SweepResult:
     """Executes a plan, made under the sweep's lock: nobody else finishes a cell in between.
 
+    Args:
+        sweep: the file.
+        make_plan: decides every cell from the store as it is then.
+        launcher: starts the trials.
+        tracker: the store and experiment of all trials.
+        fail_fast: stop at the first trial that does not complete.
     Raises:
         UserError: the same sweep is running already.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the running trial and the parent are closed as cancelled first.
     """
-    tracker = Tracker(home, make_plan().experiment)
-    with _only_one(home, sweep.name), _sigterm_as_interrupt():
+    with _only_one(tracker.home, sweep.name), _sigterm_as_interrupt():
         close_lost_runs(tracker, {"sweep": sweep.name}, owned=True)
         plan = make_plan()
         result = SweepResult(parent=_open_parent(tracker, sweep, plan))
@@ -88,7 +95,7 @@ def run_sweep(
             status, outcome, reason = "FAILED", "crash", f"{type(error).__name__}: {error}"
             raise
         finally:
-            _mark_superseded(tracker, sweep.name, plan, result.runs)
+            result.changed = _mark_superseded(tracker, sweep.name, plan, result.runs) or bool(result.runs)
             if tracker.client.get_run(result.parent).info.status != "FINISHED":
                 tracker.close(result.parent, status=status, outcome=outcome, reason=reason)
         return result
@@ -101,21 +108,24 @@ def find_parent(tracker: Tracker, name: str) -> str | None:
 
 
 def _open_parent(tracker: Tracker, sweep: Sweep, plan: Plan) -> str:
-    """The sweep's parent run: continued where there is one. Untouched where nothing is left to do."""
+    """The sweep's parent run: continued where there is one, RUNNING again only if there is something to do."""
     parent = find_parent(tracker, sweep.name)
     if parent is None:
         parent = tracker.create(sweep.name, {"kind": "sweep", "sweep": sweep.name})
     elif any(trial.to_do for trial in plan.trials):
         tracker.reopen(parent)
-    else:
-        return parent
     tracker.set_tags(parent, {"axes": json.dumps(sweep.axis_keys), "code_version": code_version()})
     tracker.client.log_text(parent, sweep.path.read_text(encoding="utf-8"), "sweep.yaml")
     return parent
 
 
-def _mark_superseded(tracker: Tracker, sweep: str, plan: Plan, opened: dict[int, str]) -> None:
-    """Leaves one run per cell and seed of the file in the report: the one the plan chose or that ran now."""
+def _mark_superseded(tracker: Tracker, sweep: str, plan: Plan, opened: dict[int, str]) -> bool:
+    """Leaves one run per cell and seed of the file in the report: the one the plan chose or that ran now.
+
+    Returns:
+        Whether any run's mark changed.
+    """
+    changed = False
     current = {_place(t.cell.axes, t.cell.seed): opened.get(id(t), t.run_id) for t in plan.trials}
     for run in tracker.find({"sweep": sweep, "kind": "trial"}):
         place = _place(json.loads(tag(run, "axes") or "{}"), tag(run, "seed"))
@@ -125,6 +135,8 @@ def _mark_superseded(tracker: Tracker, sweep: str, plan: Plan, opened: dict[int,
         by = "" if chosen == run.info.run_id else chosen
         if tag(run, "superseded_by") != by:
             tracker.set_tags(run.info.run_id, {"superseded_by": by})
+            changed = True
+    return changed
 
 
 def _place(axes: dict[str, Any], seed: int | str) -> str:

@@ -156,6 +156,9 @@ def test_an_edited_sweep_reports_what_its_file_says(home, grid, capsys):
     assert losses(capsys, grid(grid=strategies, set={"trainer.max_steps": 2})) == first
     fewer = grid(grid={"attention.strategy": ["anchor"]}, set={"trainer.max_steps": 2})
     assert losses(capsys, fewer) == first[1:]
+    client, (parent,), _ = runs_of(home)
+    logged = json.loads(Path(client.download_artifacts(parent.info.run_id, "report.json")).read_text())
+    assert [row["cell"] for row in logged["rows"]] == [{"attention.strategy": "anchor"}], "the parent's report follows"
     (row,) = losses(capsys, grid(grid={"attention.strategy": ["anchor"]}, set={"trainer.max_steps": 2}, seeds=[0, 1]))
     assert row[1] == [0, 1]
     _, parents, children = runs_of(home)
