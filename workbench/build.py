@@ -19,7 +19,7 @@ from datamodules.splits import PackedPart, plan_parts
 from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
-from modules.attention.strategies import STRATEGIES, Strategy, check_data_choice, visible_pairs
+from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
 from modules.llama import Llama, LlamaConfig
 from modules.precision import resolve_bfloat16_products
 from workbench.config import RunConfig
@@ -84,7 +84,7 @@ def check(config: RunConfig) -> Resolved:
             problems.extend(str(error).splitlines())
             return None
 
-    strategy = STRATEGIES[config.attention.strategy]
+    strategy = config.attention.resolve()
     device_type = attempt(lambda: _device_type(config))
     data = attempt(lambda: _decide_data(config.data, strategy))
     tokenizer = attempt(lambda: _tokenizer(config.data))

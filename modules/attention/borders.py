@@ -5,19 +5,22 @@ Shape letters: B rows, T tokens in a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from modules.attention.cu_seqlens import check_cu_seqlens
 from modules.attention.strategies import Strategy, visible_pairs
 from modules.batch import PADDING, SHARED_ANCHOR
+
+Made = TypeVar("Made")
 
 
 class Segment(NamedTuple):
@@ -53,7 +56,7 @@ class Borders:
     """Integer, on the batch's device: 0 the shared anchor, 1, 2, ... documents, -1 padding."""
     runs: tuple[Run, ...]
     """Every token of the batch once and in order; a run is never empty and never crosses rows."""
-    _segments: dict[tuple[str, bool], tuple[Segment, ...]] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Borders:
@@ -72,6 +75,34 @@ class Borders:
         runs = tuple(_runs(document))
         _check(runs, tokens=document.shape[1])
         return cls(document_BT=document_BT, runs=runs)
+
+    @classmethod
+    def of_cu_seqlens(cls, cu_seqlens: Tensor, *, rows: int, tokens: int) -> Borders:
+        """Borders as flash-attn users have them: cumulative lengths of documents that lie end to end in all rows.
+
+            cu_seqlens 0 3 5 10, rows=2, tokens=5  ->  document_BT 1 1 1 2 2
+                                                                   1 1 1 1 1
+
+        Args:
+            cu_seqlens: integer [documents + 1], on the batch's device: 0, where each document ends, rows * tokens last.
+            rows: B.
+            tokens: T.
+        Raises:
+            ValueError: cu_seqlens do not start at 0, rise strictly and end at rows * tokens, or a document crosses the
+                end of a row.
+        """
+        bounds = cu_seqlens.detach().cpu().numpy()
+        check_cu_seqlens(bounds, tokens=rows * tokens)
+        crossing = np.flatnonzero(bounds[:-1] // tokens != (bounds[1:] - 1) // tokens)
+        if len(crossing):
+            start, stop = bounds[crossing[0]], bounds[crossing[0] + 1]
+            raise ValueError(
+                f"cu_seqlens: the document of tokens {start} to {stop - 1} crosses the end of a row of {tokens} tokens. "
+                "A row is one window: cut the document there."
+            )
+        number = np.repeat(np.arange(1, len(bounds)), np.diff(bounds)).reshape(rows, tokens)
+        number -= number[:, :1] - 1
+        return cls.of(torch.from_numpy(number.astype(np.int32)).to(cu_seqlens.device))
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
@@ -94,10 +125,18 @@ class Borders:
         A window or a sink is not expressed here: they narrow each segment, and a kernel that cannot says so.
         """
         # Only these two fields of a strategy decide, so all strategies that agree in them share the result.
-        key = (strategy.scope, strategy.anchor)
-        if key not in self._segments:
-            self._segments[key] = tuple(self._merged(strategy))
-        return self._segments[key]
+        key = ("segments", strategy.scope, strategy.anchor)
+        return self.derived(key, lambda: tuple(self._merged(strategy)))
+
+    def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What a kernel makes of the borders once per batch and all layers share; `key` names it and what it depends on.
+
+        Kernels begin their keys with their own name.
+        """
+        if key not in self._derived:
+            self._derived[key] = make()
+        made: Made = self._derived[key]
+        return made
 
     def visible_pairs(self, strategy: Strategy) -> int:
         """(query, key) pairs that the strategy lets see each other, in the whole batch."""

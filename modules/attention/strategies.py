@@ -6,7 +6,7 @@ the count of visible pairs derive. No kernel knows a strategy by name. This file
 plan can be checked and counted before anything heavy is loaded.
 
 Shape letters: B rows, T tokens in a row, N documents.
-Source: AnchorAttention, arXiv 2411.13476v2, section 4.
+Source: AnchorAttention, arXiv 2411.13476v2, section 4; windows and sinks, arXiv 2309.17453.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ VisibleRule = Callable[["Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 class Strategy:
     """What a query may see. Always causal, never padding.
 
-                 full          document scope    with anchor        window=2 in a row
-        key      A a a b b     A a a b b         A a a b b          a a a a a
-        query A  x             x                 x                  x
-              a  x x             x               x x                x x
-              a  x x x           x x             x x x                x x
-              b  x x x x             x           x     x                x x
-              b  x x x x x           x x         x     x x                x x
+                 full          document scope    with anchor        window=2         window=2, sink=1
+        key      A a a b b     A a a b b         A a a b b          a a a a a        a a a a a
+        query A  x             x                 x                  x                x
+              a  x x             x               x x                x x              x x
+              a  x x x           x x             x x x                x x            x x x
+              b  x x x x             x           x     x                x x          x   x x
+              b  x x x x x           x x         x     x x                x x        x     x x
 
     Raises:
         ValueError: the fields contradict each other.
@@ -69,9 +69,9 @@ class Strategy:
             raise ValueError(f"strategy {self.name!r}: sink={self.sink} needs a window and must not be negative.")
 
     @property
-    def visibility(self) -> tuple[Scope, bool, int | None, int]:
-        """The fields that decide which pairs are visible. Two strategies equal here differ in their defaults alone."""
-        return (self.scope, self.anchor, self.window, self.sink)
+    def kind(self) -> tuple[Scope, bool, bool, bool]:
+        """Which pairs are visible, up to the size of window and sink. Strategies equal here differ in defaults alone."""
+        return (self.scope, self.anchor, self.window is not None, self.sink > 0)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -86,6 +86,24 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="anchor", scope="document", anchor=True, default_positions="continuous", default_anchor="row_start"
+        ),
+        Strategy(
+            name="sliding_window",
+            scope="document",
+            window=1024,
+            default_positions="continuous",
+            default_anchor="every_document",
+        ),
+        # StreamingLLM, arXiv 2309.17453: what stays visible beside the window is the shared anchor, where the row has
+        # one, and the first tokens of the document.
+        Strategy(
+            name="sink_window",
+            scope="document",
+            anchor=True,
+            window=1024,
+            sink=4,
+            default_positions="continuous",
+            default_anchor="row_start",
         ),
     )
 }
@@ -207,10 +225,13 @@ def check_data_choice(strategy: Strategy, anchor: str, positions: str) -> tuple[
         case _:
             raise ValueError(f"data.positions={positions!r} is none of 'auto', 'continuous', 'reset'.")
 
-    if strategy.anchor and anchor_choice == "none":
+    # The first tokens of a document are sinks whatever they are, so a strategy with sinks does without an anchor.
+    unseen = strategy.window is not None and anchor_choice == "every_document"
+    if strategy.anchor and not strategy.sink and (anchor_choice == "none" or unseen):
         twin = _named(replace(strategy, anchor=False), positions_choice)
+        reason = "leaves {} nothing to share" if anchor_choice == "none" else "puts anchors that leave the window in {}"
         raise ValueError(
-            f"data.anchor='none' leaves attention.strategy={strategy.name!r} nothing to share: that is {twin}. "
+            f"data.anchor={anchor_choice!r} {reason.format(f'attention.strategy={strategy.name!r}')}: that is {twin}. "
             "Set that strategy, or data.anchor='auto'."
         )
     if strategy.scope == "document" and not strategy.anchor and anchor_choice == "row_start":
@@ -221,7 +242,7 @@ def check_data_choice(strategy: Strategy, anchor: str, positions: str) -> tuple[
         )
     if positions_choice != strategy.default_positions:
         for other in STRATEGIES.values():
-            if other.visibility == strategy.visibility and other.default_positions == positions_choice:
+            if other.kind == strategy.kind and other.default_positions == positions_choice:
                 raise ValueError(
                     f"data.positions={positions_choice!r} with attention.strategy={strategy.name!r} is "
                     f"attention.strategy={other.name!r}. Set that strategy, or data.positions='auto'."
@@ -231,9 +252,11 @@ def check_data_choice(strategy: Strategy, anchor: str, positions: str) -> tuple[
 
 def _named(wanted: Strategy, positions: Positions) -> str:
     """The registered strategy that sees what `wanted` sees, in words: the one with these default positions if any."""
-    twins = [strategy for strategy in STRATEGIES.values() if strategy.visibility == wanted.visibility]
+    # An anchor beside a window is registered with sinks, whose number is a setting.
+    kinds = (wanted.kind, (*wanted.kind[:3], True)) if wanted.anchor else (wanted.kind,)
+    twins = [strategy for strategy in STRATEGIES.values() if strategy.kind in kinds]
     twins.sort(key=lambda strategy: strategy.default_positions != positions)
-    if not twins:
-        return "another strategy"
+    assert twins, f"no registered strategy sees what {wanted} sees"
     addition = "" if twins[0].default_positions == positions else f" with data.positions={positions!r}"
+    addition += "" if bool(wanted.sink) == bool(twins[0].sink) else f" with attention.sink={wanted.sink}"
     return f"attention.strategy={twins[0].name!r}{addition}"

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 
-def dense_mask(strategy: str, document: list[int]) -> np.ndarray:
-    """Bool [T, T]: may query (first axis) see key (second axis), for one row's document numbers."""
+def dense_mask(strategy: str, document: list[int], *, window: int = 0, sink: int = 0) -> np.ndarray:
+    """Bool [T, T]: may query (first axis) see key (second axis), for one row's document numbers.
+
+    Window and sink are for the strategies that have them.
+    """
     number = np.asarray(document)
     tokens = len(number)
+    index = np.arange(tokens)
+    first = np.array([document.index(n) for n in document])  # where the token's document begins
+    in_window = index[:, None] - index[None, :] < window
+    is_sink = (index - first < sink)[None, :]
     query, key = number[:, None], number[None, :]
     causal = np.tril(np.ones((tokens, tokens), dtype=bool))
     real = (query >= 0) & (key >= 0)
@@ -22,17 +29,23 @@ def dense_mask(strategy: str, document: list[int]) -> np.ndarray:
             rule = query == key
         case "anchor":
             rule = (query == key) | (key == 0)
+        case "sliding_window":
+            rule = (query == key) & in_window
+        case "sink_window":
+            rule = ((query == key) & (in_window | is_sink)) | (key == 0)
         case _:
             raise AssertionError(f"the table has no row {strategy!r}")
     return causal & real & rule
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, strategy: str, documents: list[list[int]]) -> Tensor:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, strategy: str, documents: list[list[int]], *, window: int = 0, sink: int = 0
+) -> Tensor:
     """Attention of [B, H, T, D] queries over [B, G, T, D] keys, row by row and head by head."""
     share = q.shape[1] // k.shape[1]
     rows = []
     for b, document in enumerate(documents):
-        visible = torch.from_numpy(dense_mask(strategy, document))
+        visible = torch.from_numpy(dense_mask(strategy, document, window=window, sink=sink))
         heads = []
         for h in range(q.shape[1]):
             score = q[b, h] @ k[b, h // share].T / q.shape[-1] ** 0.5

@@ -27,6 +27,9 @@ WINDOWED = [
     for window, sink in ((1, 0), (3, 0), (2, 1), (4, 3))
 ]
 
+SMALL_WINDOWS = [replace(STRATEGIES["sliding_window"], window=3), replace(STRATEGIES["sink_window"], window=2, sink=2)]
+"""The registered ones, so small that a row of a test is longer."""
+
 
 def mask_of(strategy: Strategy, document: list[int]) -> np.ndarray:
     index = torch.arange(len(document))
@@ -78,6 +81,37 @@ def test_drawing_of_a_window_with_a_sink():
     assert mask_of(strategy, [1, 1, 1, 1, 2, 2]).astype(int).tolist() == expected
 
 
+def test_drawing_of_the_registered_windows():
+    document = [0, 1, 1, 1, 1, 2, 2, -1]
+    sliding, sink = (mask_of(strategy, document).astype(int).tolist() for strategy in SMALL_WINDOWS)
+    assert sliding == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0, 0, 0],
+        [0, 1, 1, 0, 0, 0, 0, 0],
+        [0, 1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+    assert sink == [
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0, 1, 0, 0],
+        [1, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_a_window_may_hold_more_than_the_row():
+    strategy = replace(STRATEGIES["sliding_window"], window=100)
+    document = [1, 1, 1, 2, 2, -1]
+    np.testing.assert_array_equal(mask_of(strategy, document), mask_of(STRATEGIES["intra_document"], document))
+
+
 rows_of_lengths = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=4)
 
 
@@ -85,13 +119,14 @@ rows_of_lengths = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, 
 def test_visible_pairs_equal_counting(rows, anchor, padding):
     lengths = np.array([length for row in rows for length in row], dtype=np.int64)
     row_of = np.array([index for index, row in enumerate(rows) for _ in row], dtype=np.int64)
-    for strategy in (*STRATEGIES.values(), *WINDOWED):
+    for strategy in (*STRATEGIES.values(), *SMALL_WINDOWS, *WINDOWED):
         counted = []
         for row in rows:
             document = [0] * anchor + [n for n, length in enumerate(row, 1) for _ in range(length)] + [-1] * padding
             counted.append(int(mask_of(strategy, document).sum()) if document else 0)
-            if strategy.window is None and document:
-                assert dense_mask(strategy.name, document).sum() == counted[-1]
+            if strategy.name in STRATEGIES and document:
+                oracle = dense_mask(strategy.name, document, window=strategy.window or 0, sink=strategy.sink)
+                assert oracle.sum() == counted[-1]
         assert visible_pairs(strategy, lengths, row_of, int(anchor), len(rows)).tolist() == counted
 
 
@@ -108,6 +143,11 @@ def test_visible_pairs_equal_counting(rows, anchor, padding):
         ("anchor", "auto", "auto", ("row_start", "continuous")),
         ("anchor", "auto", "reset", ("row_start", "reset")),
         ("anchor", "every_document", "auto", ("every_document", "continuous")),
+        ("sliding_window", "auto", "auto", ("every_document", "continuous")),
+        ("sliding_window", "none", "reset", ("none", "reset")),
+        ("sink_window", "auto", "auto", ("row_start", "continuous")),
+        ("sink_window", "every_document", "auto", ("every_document", "continuous")),
+        ("sink_window", "none", "auto", ("none", "continuous")),
     ],
 )
 def test_auto_becomes_the_strategys_default(strategy, anchor, positions, resolved):
@@ -129,6 +169,7 @@ def test_auto_becomes_the_strategys_default(strategy, anchor, positions, resolve
         ),
         ("intra_document", "row_start", "auto", "data.anchor='row_start'", "attention.strategy='anchor'"),
         ("intra_document_reset", "row_start", "auto", "data.anchor='row_start'", "attention.strategy='anchor'"),
+        ("sliding_window", "row_start", "auto", "data.anchor='row_start'", "'sink_window' with attention.sink=0"),
     ],
 )
 def test_a_strategy_in_disguise_is_refused_by_its_name(strategy, anchor, positions, key, is_really):
@@ -137,6 +178,14 @@ def test_a_strategy_in_disguise_is_refused_by_its_name(strategy, anchor, positio
     assert key in str(error.value)
     assert is_really in str(error.value)
     assert f"attention.strategy={strategy!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("anchor", ["none", "every_document"])
+def test_an_anchor_that_no_sink_keeps_in_sight_is_refused(anchor):
+    strategy = replace(STRATEGIES["sink_window"], sink=0)
+    assert check_data_choice(strategy, "auto", "auto") == ("row_start", "continuous")
+    with pytest.raises(ValueError, match=r"that is attention.strategy='sliding_window'"):
+        check_data_choice(strategy, anchor, "auto")
 
 
 @pytest.mark.parametrize(("anchor", "positions"), [("rowstart", "auto"), ("auto", "restart")])
