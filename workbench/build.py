@@ -60,6 +60,7 @@ class Resolved:
         """What `auto` became, for the run's params."""
         return {
             "resolved.kernel": self.kernel,
+            **self._kernel_details(),
             "resolved.device": self.device_type,
             "resolved.bfloat16_products": self.bfloat16_products,
             "resolved.anchor": self.data.anchor,
@@ -67,6 +68,17 @@ class Resolved:
             "resolved.vocabulary_size": self.shape.vocabulary_size,
             "resolved.rope_theta": self.shape.rope_theta,
         }
+
+    def _kernel_details(self) -> dict[str, Any]:
+        """What the names of kernel and strategy leave open."""
+        details: dict[str, Any] = {}
+        if self.strategy.window is not None:
+            details |= {"resolved.window": self.strategy.window, "resolved.sink": self.strategy.sink}
+        if self.kernel == "flash":
+            from modules.attention import flash
+
+            details["resolved.kernel_package"] = flash.in_use(head_width=self.shape.head_width)
+        return details
 
 
 def check(config: RunConfig) -> Resolved:

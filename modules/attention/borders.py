@@ -129,9 +129,9 @@ class Borders:
         return self.derived(key, lambda: tuple(self._merged(strategy)))
 
     def derived(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What a kernel makes of the borders once per batch and all layers share; `key` names it and what it depends on.
+        """What a kernel makes of the borders once per batch, for all layers.
 
-        Kernels begin their keys with their own name.
+        `key` begins with the kernel's name and holds everything else that the result depends on.
         """
         if key not in self._derived:
             self._derived[key] = make()

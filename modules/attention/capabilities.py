@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from modules.attention.borders import Borders
 
-KERNELS = ("sdpa", "reference")
+KERNELS = ("flash", "varlen", "sdpa", "flex", "reference")
 """All kernels, fastest first: the order in which `auto` asks them."""
 
 AUTO = "auto"

@@ -41,8 +41,8 @@ def check_cu_seqlens(cu_seqlens: Sequence[int] | NDArray[np.integer], *, tokens:
     if len(falling):
         at = int(falling[0]) + 1
         raise ValueError(
-            f"{name}[{at}] = {values[at]} comes after {name}[{at - 1}] = {values[at - 1]}: it must rise strictly. Leave "
-            "out sequences without tokens."
+            f"{name}[{at}] = {values[at]} comes after {name}[{at - 1}] = {values[at - 1]}: it must rise strictly. "
+            "Leave out sequences without tokens."
         )
     if values[-1] != tokens:
         raise ValueError(f"{name} ends at {values[-1]}: it must end at {tokens}, the number of tokens.")

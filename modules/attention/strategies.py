@@ -70,7 +70,7 @@ class Strategy:
 
     @property
     def kind(self) -> tuple[Scope, bool, bool, bool]:
-        """Which pairs are visible, up to the size of window and sink. Strategies equal here differ in defaults alone."""
+        """Which pairs are visible, up to the size of window and sink. Equal here: they differ in defaults alone."""
         return (self.scope, self.anchor, self.window is not None, self.sink > 0)
 
 

@@ -66,7 +66,7 @@ def test_an_impossible_choice_names_the_way_out():
     ("settings", "message"),
     [
         ({"strategy": "anchr"}, r"attention.strategy='anchr' is none of 'full', .*Did you mean 'anchor'\?"),
-        ({"strategy": "zzz"}, r"attention.strategy='zzz' is none of 'full', .*'anchor'\.$"),
+        ({"strategy": "zzz"}, r"attention.strategy='zzz' is none of 'full', .*'sink_window'\.$"),
         ({"kernel": "spda"}, r"attention.kernel='spda' is none of 'auto', .*Did you mean 'sdpa'\?"),
     ],
 )
