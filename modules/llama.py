@@ -5,8 +5,8 @@
 Modules and parameters carry Hugging Face's names (`layers.0.self_attn.q_proj.weight`); only their `model.` in front of
 everything but `lm_head` is left out.
 
-Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, D width of a head, E width,
-V vocabulary.
+Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, D width of a head, W heads
+side by side (H * D or G * D), E width, V vocabulary.
 Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783; `LlamaForCausalLM` of Hugging Face's transformers.
 """
 
@@ -21,7 +21,8 @@ from modules.attention.attend import attend
 from modules.attention.borders import Borders
 from modules.attention.strategies import Strategy
 from modules.autocast import product_dtype, without_autocast
-from modules.rotary import RotaryConfig, RotaryTables, apply_rotary, rotary_tables
+from modules.opaque import opaque
+from modules.rotary import RotaryConfig, RotaryPrecision, RotaryTables, apply_rotary, rotary_tables
 
 INITIAL_SPREAD = 0.02
 """Standard deviation of every matrix at the start; those that write to the residual stream are narrower."""
@@ -111,13 +112,7 @@ class Llama(nn.Module):
             borders: where documents begin and end in these rows.
         """
         hidden_BTE = self.embed_tokens(tokens_BT)
-        tables = rotary_tables(
-            position_BT,
-            config=self.rotary,
-            head_width=self.config.head_width,
-            theta=self.theta,
-            compute_dtype=product_dtype(hidden_BTE),
-        )
+        tables = _tables(position_BT, hidden_BTE, self.rotary, self.config.head_width, self.theta)
         for layer in self.layers:
             hidden_BTE = layer(hidden_BTE, tables, borders)
         return self.norm(hidden_BTE)
@@ -154,7 +149,6 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, *, strategy: Strategy, kernel: str, rotary: RotaryConfig) -> None:
         super().__init__()
         self.strategy, self.kernel, self.precision = strategy, kernel, rotary.precision
-        self.head_width = config.head_width
         q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
         self.q_proj = Projection(config.width, q_width)
         self.k_proj = Projection(config.width, kv_width)
@@ -162,15 +156,46 @@ class Attention(nn.Module):
         self.o_proj = Projection(q_width, config.width, spread=_residual_spread(config))
 
     def forward(self, hidden_BTE: Tensor, tables: RotaryTables, borders: Borders) -> Tensor:
-        q_BHTD, k_BGTD, v_BGTD = (
-            project(hidden_BTE).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q_BHTD, k_BGTD = apply_rotary(q_BHTD, k_BGTD, tables, self.precision)
-        # Attention computes in the dtype that the policy hands over; autocast would undo a wide one inside the kernel.
-        with without_autocast(hidden_BTE):
-            out_BHTD = attend(q_BHTD, k_BGTD, v_BGTD.to(q_BHTD.dtype), borders, self.strategy, kernel=self.kernel)
-        return self.o_proj(out_BHTD.to(v_BGTD.dtype).transpose(1, 2).flatten(2))
+        q_BTW, k_BTW, v_BTW = (project(hidden_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
+        # Compiled code drops roundings between operations that it fuses, and keeps the one at the end.
+        rotate = _rotate if self.precision in ("float32_scores", "float32") else _rotate_in_python
+        q_BHTD, k_BGTD = rotate(q_BTW, k_BTW, tables, self.precision)
+        return self.o_proj(_attend(q_BHTD, k_BGTD, v_BTW, borders, self.strategy, self.kernel))
+
+
+@opaque
+def _tables(
+    position_BT: Tensor, hidden_BTE: Tensor, rotary: RotaryConfig, head_width: int, theta: float
+) -> RotaryTables:
+    """The tables for what the projections make of these hidden states."""
+    dtype = product_dtype(hidden_BTE)
+    return rotary_tables(position_BT, config=rotary, head_width=head_width, theta=theta, compute_dtype=dtype)
+
+
+def _rotate(q_BTW: Tensor, k_BTW: Tensor, tables: RotaryTables, precision: RotaryPrecision) -> tuple[Tensor, Tensor]:
+    """Queries and keys by head, turned."""
+    head_width = tables.cos_BTD.shape[-1]
+    return apply_rotary(_by_head(q_BTW, head_width), _by_head(k_BTW, head_width), tables, precision)
+
+
+_rotate_in_python = opaque(_rotate)
+
+
+@opaque
+def _attend(q_BHTD: Tensor, k_BGTD: Tensor, v_BTW: Tensor, borders: Borders, strategy: Strategy, kernel: str) -> Tensor:
+    """Attention from the values as projected to the output as projected next, in their dtype.
+
+    What leaves a compiled graph here and enters the next has one memory layout, whatever the documents.
+    """
+    v_BGTD = _by_head(v_BTW, q_BHTD.shape[-1]).to(q_BHTD.dtype)
+    # Attention computes in the dtype that the policy hands over; autocast would undo a wide one inside the kernel.
+    with without_autocast(q_BHTD):
+        out_BHTD = attend(q_BHTD, k_BGTD, v_BGTD, borders, strategy, kernel=kernel)
+    return out_BHTD.to(v_BTW.dtype).transpose(1, 2).flatten(2)
+
+
+def _by_head(x_BTW: Tensor, head_width: int) -> Tensor:
+    return x_BTW.unflatten(-1, (-1, head_width)).transpose(1, 2)
 
 
 class SwiGLU(nn.Module):

@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     # Read by GNU OpenMP when torch loads. By default waiting threads spin for milliseconds, which makes a step up to
     # twenty times slower where another process wants the cores too; microseconds are as fast on an idle machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler announces itself on stderr
     from workbench.errors import UserError
 
     try:
@@ -92,11 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--csv", action="store_true", help="print CSV in full precision")
     _add_json(form)
 
-    bench = _command(commands, "bench", _bench, "measure speed on this machine")
-    bench.add_argument("subject", choices=["step"], help="step: a whole training step, by strategy and precision")
-    bench.add_argument("--tokens", type=int, default=2048, help="context length (default: 2048)")
-    bench.add_argument("--rounds", type=int, default=5, help="alternating rounds, of which medians are taken")
-    _add_json(bench)
+    bench = commands.add_parser("bench", help="measure speed on this machine")
+    subjects = bench.add_subparsers(required=True, metavar="SUBJECT")
+    _add_bench_attention(subjects)
+    _add_bench_step(subjects)
 
     ui = _command(commands, "ui", _ui, "open MLflow's page on all runs")
     ui.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
@@ -109,6 +109,39 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
     )
     parser.set_defaults(command=run)
     return parser
+
+
+def _add_bench_attention(subjects: Any) -> None:
+    bench = _command(subjects, "attention", _bench_attention, "attention alone: strategies x kernels x lengths")
+    bench.add_argument("--tokens", type=int, nargs="+", help="row lengths (default: 4096 8192 16384)")
+    bench.add_argument("--strategies", nargs="+", metavar="NAME", help="(default: full intra_document anchor)")
+    bench.add_argument("--kernels", nargs="+", metavar="NAME", help="(default: all; those that cannot serve say why)")
+    bench.add_argument("--documents-mean", type=float, help="mean document length in tokens (default: 1000)")
+    bench.add_argument("--sigma", type=float, help="spread of the log-normal lengths (default: 0.5)")
+    bench.add_argument("--seed", type=int, help="of document lengths and inputs (default: 0)")
+    bench.add_argument("--rounds", type=int, help="alternating rounds, of which medians are taken (default: 5)")
+    bench.add_argument("--heads", type=int, help="(default: 8)")
+    bench.add_argument("--kv-heads", type=int, help="(default: 4)")
+    bench.add_argument("--head-width", type=int, help="(default: 32)")
+    bench.add_argument("--dtype", help="float32 (default), bfloat16, float16 or float64")
+    bench.add_argument("--device", help="cpu (default) or cuda")
+    _add_bench_output(bench)
+
+
+def _add_bench_step(subjects: Any) -> None:
+    bench = _command(subjects, "step", _bench_step, "a whole training step, beside other libraries'")
+    bench.add_argument("--tokens", type=int, default=4096, help="row length (default: 4096)")
+    bench.add_argument("--rounds", type=int, default=5, help="alternating rounds, of which medians are taken")
+    bench.add_argument("--peer", action="append", metavar="NAME", help="transformers: the same step in Hugging Face's")
+    bench.add_argument(
+        "--precisions", nargs="+", default=["32-true"], metavar="NAME", help="32-true (default), bf16-true"
+    )
+    _add_bench_output(bench)
+
+
+def _add_bench_output(parser: Any) -> None:
+    parser.add_argument("--log", action="store_true", help="write the rows to MLflow, experiment `bench`")
+    _add_json(parser)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -249,10 +282,30 @@ def _report(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(asked: argparse.Namespace) -> int:
+def _bench_attention(asked: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from workbench.bench_attention import AttentionBench, bench_attention, print_attention
+
+    given = {field.name: value for field in fields(AttentionBench) if (value := getattr(asked, field.name)) is not None}
+    bench = AttentionBench(**given)
+    rows = bench_attention(bench)
+    if asked.log:
+        from workbench.bench_log import log_bench
+
+        log_bench("attention", rows, vars(bench))
+    _print_json({"rows": rows}) if asked.json else print_attention(rows)
+    return 0
+
+
+def _bench_step(asked: argparse.Namespace) -> int:
     from workbench.bench import bench_step, print_steps
 
-    rows = bench_step(tokens=asked.tokens, rounds=asked.rounds)
+    rows = bench_step(tokens=asked.tokens, rounds=asked.rounds, peers=asked.peer or [], precisions=asked.precisions)
+    if asked.log:
+        from workbench.bench_log import log_bench
+
+        log_bench("step", rows, {"tokens": asked.tokens, "rounds": asked.rounds})
     _print_json({"rows": rows}) if asked.json else print_steps(rows)
     return 0
 

@@ -3,13 +3,17 @@
 Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, D width of a head.
 """
 
+import torch
 from torch import Tensor
 
 from modules.attention.borders import Borders
 from modules.attention.capabilities import load_kernel, resolve_kernel
 from modules.attention.strategies import Strategy
+from modules.opaque import opaque
 
 
+# Every batch has other documents: traced, they would be constants of a graph of their own.
+@opaque
 def attend(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
@@ -41,7 +45,7 @@ def attend(
         device_type=q_BHTD.device.type,
         dtype=q_BHTD.dtype,
         head_width=q_BHTD.shape[-1],
-        needs_gradient=q_BHTD.requires_grad or k_BGTD.requires_grad or v_BGTD.requires_grad,
+        needs_gradient=torch.is_grad_enabled() and any(x.requires_grad for x in (q_BHTD, k_BGTD, v_BGTD)),
         tokens=q_BHTD.shape[2],
     )
     return load_kernel(name).compute(q_BHTD, k_BGTD, v_BGTD, borders, strategy)

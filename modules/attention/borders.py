@@ -43,7 +43,8 @@ class Run(NamedTuple):
     document: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+# Not frozen: torch.compile (2.11) looks into frozen dataclasses and compiles anew for every number of documents.
+@dataclass(kw_only=True, eq=False)
 class Borders:
     """The documents of one batch, known on the host. Build with `Borders.of`.
 
@@ -97,8 +98,8 @@ class Borders:
         if len(crossing):
             start, stop = bounds[crossing[0]], bounds[crossing[0] + 1]
             raise ValueError(
-                f"cu_seqlens: the document of tokens {start} to {stop - 1} crosses the end of a row of {tokens} tokens. "
-                "A row is one window: cut the document there."
+                f"cu_seqlens: the document of tokens {start} to {stop - 1} crosses the end of a row of {tokens} "
+                "tokens. A row is one window: cut the document there."
             )
         number = np.repeat(np.arange(1, len(bounds)), np.diff(bounds)).reshape(rows, tokens)
         number -= number[:, :1] - 1

@@ -9,18 +9,25 @@ Shape letters: B rows, T tokens in a row, N queries, M keys, H query heads, G ke
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen as torch_varlen
 
 from modules.attention.borders import Borders
 from modules.attention.capabilities import Request
 from modules.attention.strategies import Strategy
 from modules.attention.varlen_call import VarlenCall, refusals, run
 
-TAKES_SHARED_HEADS = "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
+
+@cache
+def takes_shared_heads() -> bool:
+    """Whether this torch's `varlen_attn` takes fewer key heads than query heads."""
+    # Imported where it is used, since it loads torch's compiler, which takes two seconds.
+    from torch.nn.attention import varlen
+
+    return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def why_not(request: Request) -> str | None:
@@ -39,14 +46,16 @@ def compute(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, borders: Borders, st
 
 
 def _attend(call: VarlenCall) -> Tensor:
+    from torch.nn.attention import varlen
+
     k_MGD, v_MGD = call.k_MGD, call.v_MGD
     settings: dict[str, Any] = {"window_size": call.window_size}
     share = call.q_NHD.shape[1] // k_MGD.shape[1]
-    if share > 1 and TAKES_SHARED_HEADS:
+    if share > 1 and takes_shared_heads():
         settings["enable_gqa"] = True
     elif share > 1:
         k_MGD, v_MGD = (x.repeat_interleave(share, dim=1) for x in (k_MGD, v_MGD))
-    out_NHD = torch_varlen.varlen_attn(
+    out_NHD = varlen.varlen_attn(
         call.q_NHD,
         k_MGD,
         v_MGD,

@@ -117,6 +117,8 @@ def test_every_strategy_equals_hugging_face_under_an_explicit_mask(strategy: str
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_document_does_not_read_another_one(strategy: str, kernel: str) -> None:
     """Changing one token of document 1 leaves document 2's logits bit for bit, but for full attention."""
+    if kernel == "sdpa" and STRATEGIES[strategy].window is not None:
+        pytest.skip("the sdpa kernel has no windows")
     anchor = STRATEGIES[strategy].anchor
     document = torch.tensor([([0] if anchor else []) + [1] * 9 + [2] * 6])
     model = build(shape(), strategy, kernel=kernel)

@@ -76,7 +76,7 @@ def test_whatever_torch_is_installed_it_gives_dense_attention(installed, strateg
         for h in (heads[0], heads[1], heads[1])
     ]
     served = replace(STRATEGIES[strategy], window=WINDOW) if STRATEGIES[strategy].window else STRATEGIES[strategy]
-    assert ("enable_gqa" in inspect.signature(installed).parameters) == varlen.TAKES_SHARED_HEADS
+    assert ("enable_gqa" in inspect.signature(installed).parameters) == varlen.takes_shared_heads()
 
     out = varlen.compute(*inputs, Borders.of(torch.tensor(DOCUMENTS)), served)
     expected = dense_attention(*inputs, strategy, DOCUMENTS, window=WINDOW)
