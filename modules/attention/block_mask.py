@@ -39,8 +39,7 @@ def block_mask(borders: Borders, strategy: Strategy) -> BlockMask:
 
     It is a few matrices of Q x Q and some vectors of T: 131072 tokens take 40 MB while it is made, and 17 MB after.
     """
-    key = ("flex", strategy.scope, strategy.anchor, strategy.window, strategy.sink)
-    return borders.derived(key, lambda: _make(borders.document_BT, strategy))
+    return borders.derived(("flex", strategy.visibility), lambda: _make(borders.document_BT, strategy))
 
 
 def classify_blocks(strategy: Strategy, document_BT: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:

@@ -104,25 +104,25 @@ def resolve_kernel(
         ValueError: there is no such kernel, or it cannot serve; for `auto`, none can.
     """
     check_kernel_name(kernel)
+    request = Request(
+        strategy=strategy,
+        device_type=device_type,
+        dtype=dtype,
+        head_width=head_width,
+        needs_gradient=needs_gradient,
+        tokens=tokens,
+    )
+    # A named kernel alone is asked, since every layer of every step comes by here.
     reasons: dict[str, str] = {}
-    for candidate in KERNELS:
-        reason = can_serve(
-            candidate,
-            strategy=strategy,
-            device_type=device_type,
-            dtype=dtype,
-            head_width=head_width,
-            needs_gradient=needs_gradient,
-            tokens=tokens,
-        )
-        if reason is not None:
-            reasons[candidate] = reason
-        elif kernel in (AUTO, candidate):
+    for candidate in KERNELS if kernel == AUTO else (kernel,):
+        reason = load_kernel(candidate).why_not(request)
+        if reason is None:
             return candidate
+        reasons[candidate] = reason
     if kernel == AUTO:
         details = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ValueError(f"attention.kernel='auto' finds no kernel for attention.strategy={strategy.name!r}. {details}")
-    able = [repr(name) for name in KERNELS if name not in reasons]
+    able = [repr(name) for name in KERNELS if load_kernel(name).why_not(request) is None]
     way_out = (
         f"Set attention.kernel='auto' or {' or '.join(able)}." if able else "No other kernel can serve this either."
     )

@@ -72,7 +72,7 @@ def compute(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, borders: Borders, st
         # FlexAttention on CPU refuses what could require a gradient, even where none is taken.
         q_BHTD, k_BGTD, v_BGTD = q_BHTD.detach(), k_BGTD.detach(), v_BGTD.detach()
     program = _program(
-        (strategy.scope, strategy.anchor, strategy.window, strategy.sink),
+        strategy.visibility,
         q_BHTD.shape,
         k_BGTD.shape[1],
         q_BHTD.dtype,

@@ -8,13 +8,11 @@
 Blocks of nearly one length share a call and are filled up at their end: no query before the filler sees it, and what
 its own queries make is dropped, so neither a mask nor an error comes of it.
 
-Shape letters: B rows, T tokens in a row, N = B * T tokens of the batch, M slots, n blocks of one call, L tokens of one
-block, H query heads, G key and value heads, X either of the two, D head width.
+Shape letters: B rows, T tokens in a row, N = B * T tokens of the batch, n blocks of one call, L tokens of one block,
+M = n * L slots of one call, H query heads, G key and value heads, X either of the two, D head width.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,8 +22,9 @@ from torch import Tensor
 
 from modules.attention.borders import Borders
 from modules.attention.capabilities import Request
-from modules.attention.gather import FILLER, Slots, gather, scatter
+from modules.attention.gather import FILLER, Layout, Slots, gather, nothing, scatter
 from modules.attention.strategies import Strategy
+from modules.batch import PADDING
 
 DEVICES = ("cpu", "cuda", "mps")
 
@@ -46,63 +45,46 @@ def why_not(request: Request) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
-    """A batch's blocks in the order of the calls: once per batch, for all layers."""
-
-    slots: Slots
-    calls: tuple[tuple[int, int], ...]
-    """(n, L) of each call."""
-
-
 def compute(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, borders: Borders, strategy: Strategy) -> Tensor:
     """See `Kernel.compute`."""
     rows, _, tokens, _ = q_BHTD.shape
-    segments = borders.segments(strategy)
-    if all(segment.padding for segment in segments):
-        return q_BHTD.masked_fill(torch.ones_like(q_BHTD, dtype=torch.bool), 0.0)
-    if len(segments) == rows and not any(segment.padding for segment in segments):
-        return _causal(q_BHTD, k_BGTD, v_BGTD)
-
     # Only these two fields of a strategy decide where segments are.
-    layout = borders.derived(("sdpa", strategy.scope, strategy.anchor), lambda: _layout(borders, strategy))
+    calls, layout = borders.derived(("sdpa", strategy.scope, strategy.anchor), lambda: _plan(borders, strategy))
+    if not calls:
+        return nothing(q_BHTD)
     # Tokens before heads is how projections and SDPA itself lay memory out: `flatten` is a view, blocks are contiguous.
-    blocks = (_blocks(gather(x.transpose(1, 2).flatten(0, 1), layout.slots), layout) for x in (q_BHTD, k_BGTD, v_BGTD))
-    outputs = [_causal(*call).transpose(1, 2).flatten(0, 1) for call in zip(*blocks, strict=True)]
-    return scatter(torch.cat(outputs), layout.slots).unflatten(0, (rows, tokens)).transpose(1, 2)
+    q, k, v = (gather(x.transpose(1, 2).flatten(0, 1), layout) for x in (q_BHTD, k_BGTD, v_BGTD))
+    outputs = []
+    for call, *q_k_v in zip(calls, q, k, v, strict=True):
+        blocks = (x_MXD.unflatten(0, call).transpose(1, 2) for x_MXD in q_k_v)
+        outputs.append(_causal(*blocks).transpose(1, 2).flatten(0, 1))
+    return scatter(outputs, layout, tokens=rows * tokens).unflatten(0, (rows, tokens)).transpose(1, 2)
 
 
-def _blocks(x_MXD: Tensor, layout: Layout) -> list[Tensor]:
-    """Each call's blocks, [n, X, L, D]."""
-    pieces = x_MXD.split([n * length for n, length in layout.calls])
-    return [piece.unflatten(0, call).transpose(1, 2) for piece, call in zip(pieces, layout.calls, strict=True)]
-
-
-def _layout(borders: Borders, strategy: Strategy) -> Layout:
+def _plan(borders: Borders, strategy: Strategy) -> tuple[list[tuple[int, int]], Layout]:
+    """(n, L) of each call, and what stands in it: once per batch, for all layers."""
     segments = [segment for segment in borders.segments(strategy) if not segment.padding]
     tokens, device = borders.document_BT.shape[1], borders.document_BT.device
-    row_start = np.array([segment.row * tokens for segment in segments])
-    first = row_start + [segment.start for segment in segments]
-    sees_anchor = np.array([segment.sees_anchor for segment in segments])
-    length = np.array([segment.stop - segment.start for segment in segments]) + sees_anchor
-    filled = filled_length(length, device.type)
-
-    order = np.argsort(-filled, kind="stable")
-    row_start, first, sees_anchor, length, filled = (x[order] for x in (row_start, first, sees_anchor, length, filled))
-    begin = np.append(0, filled.cumsum())
+    row_start = np.array([segment.row * tokens for segment in segments], dtype=np.int64)
+    sees_anchor = np.array([segment.sees_anchor for segment in segments], dtype=bool)
+    start = row_start + np.array([segment.start for segment in segments], dtype=np.int64)
+    stop = row_start + np.array([segment.stop for segment in segments], dtype=np.int64)
     # Slot j of a block holds the token j after its first, or one before that where the anchor stands in front.
-    offset_M = np.arange(begin[-1]) - np.repeat(begin[:-1], filled)
-    token_M = offset_M + np.repeat(first - sees_anchor, filled)
-    token_M[offset_M >= np.repeat(length, filled)] = FILLER
-    copy_M = np.zeros(len(token_M), dtype=bool)
-    copy_M[begin[:-1][sees_anchor]] = True
-    token_M[copy_M] = row_start[sees_anchor]
+    first = start - sees_anchor
+    filled = filled_length(stop - first, device.type)
 
-    lengths, blocks = np.unique(filled, return_counts=True)
-    return Layout(
-        slots=Slots.of(token_M, copy_M, tokens=borders.document_BT.numel(), device=device),
-        calls=tuple((int(n), int(each)) for each, n in zip(lengths[::-1], blocks[::-1], strict=True)),
-    )
+    calls, slots = [], []
+    for length in np.unique(filled):
+        chosen = filled == length
+        token_nL = first[chosen, None] + np.arange(length)
+        token_nL[token_nL >= stop[chosen, None]] = FILLER
+        copy_nL = np.zeros(token_nL.shape, dtype=bool)
+        copy_nL[:, 0] = sees_anchor[chosen]
+        token_nL[copy_nL] = row_start[chosen & sees_anchor]
+        calls.append((len(token_nL), int(length)))
+        slots.append(Slots.of(token_nL.ravel(), copy_nL.ravel(), device=device))
+    padding_N = (borders.document_BT == PADDING).flatten().cpu().numpy()
+    return calls, Layout.of(tuple(slots), padding_N, device=device)
 
 
 def filled_length(length: NDArray[np.int64], device_type: str) -> NDArray[np.int64]:
@@ -114,7 +96,7 @@ def filled_length(length: NDArray[np.int64], device_type: str) -> NDArray[np.int
     Elsewhere a tile is at least 64 tokens, filled or not, and launching costs more.
     """
     if device_type != "cpu":
-        return -(-length // 64) * 64
+        return length if len(np.unique(length)) == 1 else -(-length // 64) * 64
     filled = np.where(length < 128, -(-length // 4) * 4, length)
     return np.where((length >= WIDE_TILES_PAY) & (length < WIDE_TILES), WIDE_TILES, filled)
 

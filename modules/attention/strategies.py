@@ -69,8 +69,13 @@ class Strategy:
             raise ValueError(f"strategy {self.name!r}: sink={self.sink} needs a window and must not be negative.")
 
     @property
+    def visibility(self) -> tuple[Scope, bool, int | None, int]:
+        """The fields that decide which pairs are visible. Two strategies equal here differ in their defaults alone."""
+        return (self.scope, self.anchor, self.window, self.sink)
+
+    @property
     def kind(self) -> tuple[Scope, bool, bool, bool]:
-        """Which pairs are visible, up to the size of window and sink. Equal here: they differ in defaults alone."""
+        """`visibility` up to the size of window and sink, which are settings."""
         return (self.scope, self.anchor, self.window is not None, self.sink > 0)
 
 
@@ -226,13 +231,13 @@ def check_data_choice(strategy: Strategy, anchor: str, positions: str) -> tuple[
             raise ValueError(f"data.positions={positions!r} is none of 'auto', 'continuous', 'reset'.")
 
     # The first tokens of a document are sinks whatever they are, so a strategy with sinks does without an anchor.
-    unseen = strategy.window is not None and anchor_choice == "every_document"
-    if strategy.anchor and not strategy.sink and (anchor_choice == "none" or unseen):
+    # Without sinks a document's own anchor leaves the window like any other token.
+    lost = anchor_choice == "none" or (anchor_choice == "every_document" and strategy.window is not None)
+    if strategy.anchor and not strategy.sink and lost:
         twin = _named(replace(strategy, anchor=False), positions_choice)
-        reason = "leaves {} nothing to share" if anchor_choice == "none" else "puts anchors that leave the window in {}"
         raise ValueError(
-            f"data.anchor={anchor_choice!r} {reason.format(f'attention.strategy={strategy.name!r}')}: that is {twin}. "
-            "Set that strategy, or data.anchor='auto'."
+            f"data.anchor={anchor_choice!r} leaves attention.strategy={strategy.name!r} nothing to share: that is "
+            f"{twin}. Set that strategy, or data.anchor='auto'."
         )
     if strategy.scope == "document" and not strategy.anchor and anchor_choice == "row_start":
         twin = _named(replace(strategy, anchor=True), positions_choice)

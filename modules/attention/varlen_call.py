@@ -26,8 +26,9 @@ from torch import Tensor
 from modules.attention.borders import Borders
 from modules.attention.capabilities import Request
 from modules.attention.cu_seqlens import check_cu_seqlens
-from modules.attention.gather import Slots, gather, scatter
+from modules.attention.gather import Layout, Slots, gather, nothing, scatter
 from modules.attention.strategies import Strategy
+from modules.batch import PADDING
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_WIDTH = 256
@@ -66,9 +67,8 @@ class VarlenLayout:
     cu_seqlens_k: Tensor
     max_seqlen_q: int
     max_seqlen_k: int
-    queries: Slots | None
-    """None: every token, in order."""
-    keys: Slots | None
+    queries: Layout
+    keys: Layout
 
 
 def run(
@@ -83,9 +83,9 @@ def run(
     """`Kernel.compute` by a kernel that makes [N, H, D] of a call."""
     layout = layout_of(borders, strategy)
     if layout is None:
-        return q_BHTD.masked_fill(torch.ones_like(q_BHTD, dtype=torch.bool), 0.0)
+        return nothing(q_BHTD)
     out_NHD = kernel(prepare(q_BHTD, k_BGTD, v_BGTD, layout, strategy))
-    return restore(out_NHD, layout, rows=q_BHTD.shape[0])
+    return restore(out_NHD, layout, rows=q_BHTD.shape[0], tokens=q_BHTD.shape[2])
 
 
 def layout_of(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
@@ -98,10 +98,10 @@ def layout_of(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
 def prepare(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: VarlenLayout, strategy: Strategy) -> VarlenCall:
     """The call's arguments. Copies what it must: an anchor or padding, and tensors that lie heads before tokens."""
 
-    def laid_out(x_BXTD: Tensor, slots: Slots | None) -> Tensor:
+    def laid_out(x_BXTD: Tensor, tokens: Layout) -> Tensor:
         # Tokens before heads is how projections lay memory out: then `flatten` is a view and `contiguous` too.
-        x_NXD = x_BXTD.transpose(1, 2).flatten(0, 1)
-        return x_NXD.contiguous() if slots is None else gather(x_NXD, slots)
+        (x_MXD,) = gather(x_BXTD.transpose(1, 2).flatten(0, 1), tokens)
+        return x_MXD.contiguous()
 
     return VarlenCall(
         q_NHD=laid_out(q_BHTD, layout.queries),
@@ -115,10 +115,9 @@ def prepare(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: VarlenLayout
     )
 
 
-def restore(out_NHD: Tensor, layout: VarlenLayout, *, rows: int) -> Tensor:
+def restore(out_NHD: Tensor, layout: VarlenLayout, *, rows: int, tokens: int) -> Tensor:
     """The output as [B, H, T, D], zero at padding."""
-    out = out_NHD if layout.queries is None else scatter(out_NHD, layout.queries)
-    return out.unflatten(0, (rows, -1)).transpose(1, 2)
+    return scatter([out_NHD], layout.queries, tokens=rows * tokens).unflatten(0, (rows, tokens)).transpose(1, 2)
 
 
 def refusals(request: Request, *, kernel: str) -> list[str]:
@@ -160,7 +159,6 @@ def _layout(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
     if not segments:
         return None
     tokens, device = borders.document_BT.shape[1], borders.document_BT.device
-    total = borders.document_BT.numel()
 
     row_start = np.array([segment.row * tokens for segment in segments])
     first_token = row_start + [segment.start for segment in segments]
@@ -169,12 +167,10 @@ def _layout(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
     keys_each = queries_each + sees_anchor
 
     cu_seqlens_q, cu_seqlens_k = (np.append(0, each.cumsum()) for each in (queries_each, keys_each))
-    is_token = np.ones(total, dtype=bool)
-    for segment in borders.segments(strategy):
-        if segment.padding:
-            is_token[segment.row * tokens + segment.start : segment.row * tokens + segment.stop] = False
-    check_cu_seqlens(cu_seqlens_q, tokens=int(is_token.sum()), name="cu_seqlens_q")
-    check_cu_seqlens(cu_seqlens_k, tokens=int(is_token.sum() + sees_anchor.sum()), name="cu_seqlens_k")
+    padding_N = (borders.document_BT == PADDING).flatten().cpu().numpy()
+    token_N = np.flatnonzero(~padding_N)
+    check_cu_seqlens(cu_seqlens_q, tokens=len(token_N), name="cu_seqlens_q")
+    check_cu_seqlens(cu_seqlens_k, tokens=len(token_N) + int(sees_anchor.sum()), name="cu_seqlens_k")
 
     # Slot j of a segment holds the token j after its first, or one before that where the anchor stands in front.
     token_M = np.arange(cu_seqlens_k[-1]) + np.repeat(first_token - sees_anchor - cu_seqlens_k[:-1], keys_each)
@@ -182,17 +178,16 @@ def _layout(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
     copy_M[cu_seqlens_k[:-1][sees_anchor]] = True
     token_M[copy_M] = row_start[sees_anchor]
 
-    queries: Slots | None = None
-    if not is_token.all():
-        token_N = np.flatnonzero(is_token)
-        queries = Slots.of(token_N, np.zeros(len(token_N), dtype=bool), tokens=total, device=device)
+    def laid_out(token: NDArray[np.int64], copy: NDArray[np.bool_]) -> Layout:
+        return Layout.of((Slots.of(token, copy, device=device),), padding_N, device=device)
+
     return VarlenLayout(
         cu_seqlens_q=_int32(cu_seqlens_q, device),
         cu_seqlens_k=_int32(cu_seqlens_k, device),
         max_seqlen_q=int(queries_each.max()),
         max_seqlen_k=int(keys_each.max()),
-        queries=queries,
-        keys=Slots.of(token_M, copy_M, tokens=total, device=device) if copy_M.any() else queries,
+        queries=laid_out(token_N, np.zeros(len(token_N), dtype=bool)),
+        keys=laid_out(token_M, copy_M),
     )
 
 
