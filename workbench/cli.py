@@ -21,7 +21,6 @@ def main(arguments: list[str] | None = None) -> int:
     # Read by GNU OpenMP when torch loads. By default waiting threads spin for milliseconds, which makes a step up to
     # twenty times slower where another process wants the cores too; microseconds are as fast on an idle machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # torch's profiler announces itself on stderr
     from workbench.errors import UserError
 
     try:
@@ -115,9 +114,9 @@ def _add_bench_attention(subjects: Any) -> None:
     bench = _command(subjects, "attention", _bench_attention, "attention alone: strategies x kernels x lengths")
     bench.add_argument("--tokens", type=int, nargs="+", help="row lengths (default: 4096 8192 16384)")
     bench.add_argument("--strategies", nargs="+", metavar="NAME", help="(default: full intra_document anchor)")
-    bench.add_argument("--kernels", nargs="+", metavar="NAME", help="(default: all; those that cannot serve say why)")
+    bench.add_argument("--kernels", nargs="+", metavar="NAME", help="(default: all but reference)")
     bench.add_argument("--documents-mean", type=float, help="mean document length in tokens (default: 1000)")
-    bench.add_argument("--sigma", type=float, help="spread of the log-normal lengths (default: 0.5)")
+    bench.add_argument("--sigma", type=float, help="spread of the log-normal lengths (default: 1)")
     bench.add_argument("--seed", type=int, help="of document lengths and inputs (default: 0)")
     bench.add_argument("--rounds", type=int, help="alternating rounds, of which medians are taken (default: 5)")
     bench.add_argument("--heads", type=int, help="(default: 8)")
@@ -132,10 +131,9 @@ def _add_bench_step(subjects: Any) -> None:
     bench = _command(subjects, "step", _bench_step, "a whole training step, beside other libraries'")
     bench.add_argument("--tokens", type=int, default=4096, help="row length (default: 4096)")
     bench.add_argument("--rounds", type=int, default=5, help="alternating rounds, of which medians are taken")
-    bench.add_argument("--peer", action="append", metavar="NAME", help="transformers: the same step in Hugging Face's")
-    bench.add_argument(
-        "--precisions", nargs="+", default=["32-true"], metavar="NAME", help="32-true (default), bf16-true"
-    )
+    bench.add_argument("--strategies", nargs="+", metavar="NAME", help="(default: the four without a window)")
+    bench.add_argument("--peer", action="append", metavar="NAME", help="transformers, litgpt: the same step there")
+    bench.add_argument("--precisions", nargs="+", metavar="NAME", help="32-true (default), bf16-true")
     _add_bench_output(bench)
 
 
@@ -285,27 +283,35 @@ def _report(asked: argparse.Namespace) -> int:
 def _bench_attention(asked: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from workbench.bench_attention import AttentionBench, bench_attention, print_attention
+    # Read when torch loads: its profiler, which tells the memory, would announce itself on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from workbench.bench.attention import AttentionBench, bench_attention, print_attention
 
     given = {field.name: value for field in fields(AttentionBench) if (value := getattr(asked, field.name)) is not None}
     bench = AttentionBench(**given)
     rows = bench_attention(bench)
     if asked.log:
-        from workbench.bench_log import log_bench
+        from workbench.bench.log import log_bench
 
         log_bench("attention", rows, vars(bench))
-    _print_json({"rows": rows}) if asked.json else print_attention(rows)
+    _print_json({"rows": rows}) if asked.json else print_attention(bench, rows)
     return 0
 
 
 def _bench_step(asked: argparse.Namespace) -> int:
-    from workbench.bench import bench_step, print_steps
+    from workbench.bench.step import DifferentLossError, bench_step, print_steps
 
-    rows = bench_step(tokens=asked.tokens, rounds=asked.rounds, peers=asked.peer or [], precisions=asked.precisions)
+    given = {"peers": asked.peer, "precisions": asked.precisions, "strategies": asked.strategies}
+    chosen = {name: value for name, value in given.items() if value}
+    try:
+        rows = bench_step(tokens=asked.tokens, rounds=asked.rounds, **chosen)
+    except DifferentLossError as error:
+        print(f"workbench: {error}", file=sys.stderr)
+        return 1
     if asked.log:
-        from workbench.bench_log import log_bench
+        from workbench.bench.log import log_bench
 
-        log_bench("step", rows, {"tokens": asked.tokens, "rounds": asked.rounds})
+        log_bench("step", rows, {"tokens": asked.tokens, "rounds": asked.rounds, **chosen})
     _print_json({"rows": rows}) if asked.json else print_steps(rows)
     return 0
 

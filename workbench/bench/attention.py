@@ -1,8 +1,5 @@
 """Speed and memory of attention alone: strategies x kernels x lengths over identical documents.
 
-Subjects take turns within each round, since machines are shared and noisy: every ratio is the median of the rounds'
-ratios, never a quotient of numbers from different minutes.
-
     speedup        full's seconds / own seconds, same kernel and length
     ideal_speedup  full's visible pairs / own visible pairs
     achieved       speedup / ideal_speedup
@@ -14,19 +11,18 @@ Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, 
 from __future__ import annotations
 
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from modules.attention.capabilities import KERNELS, can_serve, check_kernel_name, check_name
 from modules.attention.strategies import STRATEGIES, Strategy
+from workbench.bench.rounds import ratio, take_turns
+from workbench.bench.rows import log_normal_lengths, row_layout
 from workbench.errors import UserError, user_input
 
 if TYPE_CHECKING:
@@ -35,6 +31,8 @@ if TYPE_CHECKING:
     from modules.attention.borders import Borders
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+BARE = "bare calls"
+"""In place of a kernel: the subject that `bare_ratio` compares with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +40,17 @@ class AttentionBench:
     """What is measured.
 
     Raises:
-        UserError: a name that is not known, or a number out of range.
+        UserError: a name that is not known, or a number out of range; all at once.
     """
 
     tokens: Sequence[int] = (4096, 8192, 16384)
     strategies: Sequence[str] = ("full", "intra_document", "anchor")
-    kernels: Sequence[str] = KERNELS
+    kernels: Sequence[str] | None = None
+    """None: all but `reference`, whose memory grows with the square of the length."""
     documents_mean: float = 1000.0
-    """Mean of the log-normal distribution that document lengths are drawn from, in tokens."""
-    sigma: float = 0.5
-    """Its standard deviation in logarithms."""
+    """Mean document length in tokens, as near as whole documents that fill the row come to it."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithms of the lengths, which are log-normal."""
     seed: int = 0
     rounds: int = 5
     heads: int = 8
@@ -64,118 +63,96 @@ class AttentionBench:
         with user_input():
             for strategy in self.strategies:
                 check_name("--strategies", strategy, tuple(STRATEGIES))
-            for kernel in self.kernels:
+            for kernel in self.kernels or ():
                 check_kernel_name(kernel, auto=False)
             check_name("--dtype", self.dtype, DTYPES)
             check_name("--device", self.device, ("cpu", "cuda"))
-        small = [f"--tokens {tokens}: a row has 2 tokens or more." for tokens in self.tokens if tokens < 2]
-        if small or self.rounds < 1 or self.documents_mean < 1 or self.sigma < 0:
-            raise UserError("\n".join(small) or "--rounds and --documents-mean are at least 1, --sigma at least 0.")
-        if min(self.heads, self.kv_heads, self.head_width) < 1 or self.heads % self.kv_heads:
-            raise UserError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}.")
-
-
-@dataclass
-class Subject:
-    """One strategy on one kernel and length."""
-
-    strategy: Strategy
-    kernel: str
-    tokens: int
-    run: Callable[[], None]
-    peak_bytes: int
-    seconds: list[float]
-
-
-def log_normal_documents(tokens: int, *, mean: float, sigma: float, seed: int) -> np.ndarray:
-    """int32 [tokens]: an anchor (0) and documents 1, 2, ... of log-normal lengths; the row's end cuts the last."""
-    rng = np.random.default_rng(seed)
-    numbers, document = np.zeros(tokens, dtype=np.int32), 1
-    start = 1
-    while start < tokens:
-        length = max(1, round(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma)))
-        numbers[start : start + length] = document
-        start, document = start + length, document + 1
-    return numbers
+        broken = [f"--tokens {tokens}: a row has 2 tokens or more." for tokens in self.tokens if tokens < 2]
+        for name in ("rounds", "documents_mean", "heads", "kv_heads", "head_width"):
+            if getattr(self, name) < 1:
+                broken.append(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1.")
+        if self.sigma < 0:
+            broken.append(f"--sigma {self.sigma} must be at least 0.")
+        if not broken and self.heads % self.kv_heads:
+            broken.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}.")
+        if broken:
+            raise UserError("\n".join(broken))
 
 
 def bench_attention(asked: AttentionBench) -> list[dict[str, Any]]:
     """Measures forward and backward, forward alone where a kernel gives no gradients here.
 
     Returns:
-        One row per length, kernel and strategy; one with `why` instead of numbers where the kernel cannot serve.
+        One row per length, kernel and strategy; with `why` and no numbers where the kernel cannot serve.
+    Raises:
+        UserError: there is no such device, or a kernel that was named can serve none of the strategies.
     """
     import torch
 
     if asked.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here. Use --device cpu.")
-    rows = []
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        for tokens in asked.tokens:
-            rows += _bench_length(asked, tokens, progress)
+    rows = [row for tokens in asked.tokens for row in _bench_length(asked, tokens)]
+    for kernel in asked.kernels or ():
+        reasons = {row["why"] for row in rows if row["kernel"] == kernel}
+        if None not in reasons:
+            raise UserError(f"--kernels {kernel}: {' '.join(sorted(reasons))} Leave it out.")
     return rows
 
 
-def _bench_length(asked: AttentionBench, tokens: int, progress: Progress) -> list[dict[str, Any]]:
+def _bench_length(asked: AttentionBench, tokens: int) -> list[dict[str, Any]]:
     import torch
 
+    from datamodules.anchors import number_documents
     from modules.attention.borders import Borders
 
-    numbers = log_normal_documents(tokens, mean=asked.documents_mean, sigma=asked.sigma, seed=asked.seed)
-    borders = Borders.of(torch.from_numpy(numbers)[None].to(asked.device))
+    lengths = log_normal_lengths(tokens, mean=asked.documents_mean, sigma=asked.sigma, seed=asked.seed)
+    document_BT = torch.from_numpy(number_documents(row_layout(lengths), context_length=tokens))
+    borders = Borders.of(document_BT.to(asked.device))
+    # `full` is measured whether or not it is asked for: the others are compared with it.
     strategies = [STRATEGIES[name] for name in dict.fromkeys(("full", *asked.strategies))]
     rows: list[dict[str, Any]] = []
-    subjects: list[Subject] = []
-    bare: dict[str, list[float]] = {}
-    bare_runs: dict[str, Callable[[], None]] = {}
-    for kernel in asked.kernels:
+    runs: dict[tuple[str, str], Callable[[], None]] = {}
+    peaks: dict[tuple[str, str], int] = {}
+    for kernel in asked.kernels or [name for name in KERNELS if name != "reference"]:
         for strategy in strategies:
             gradient, why = _mode(asked, kernel, strategy, tokens)
-            row: dict[str, Any] = {
-                "strategy": strategy.name,
-                "kernel": kernel,
-                "tokens": tokens,
-                "documents": int(numbers.max()),
-            }
-            rows.append(row | {"backward": gradient} | ({"why": why} if why else {}))
-            if why is None:
-                run = _attend(asked, borders, strategy, kernel, gradient)
-                run()  # warm-up, and a kernel's compilation
-                subjects.append(Subject(strategy, kernel, tokens, run, _peak_bytes(run, asked.device), []))
-                if kernel == "sdpa":
-                    bare_runs[strategy.name] = _bare_calls(asked, borders, strategy)
-                    bare[strategy.name] = []
-    task = progress.add_task(f"{tokens} tokens", total=asked.rounds)
-    for _ in range(asked.rounds):
-        for subject in subjects:
-            subject.seconds.append(_timed(subject.run, asked.device))
-            if subject.kernel == "sdpa":
-                bare[subject.strategy.name].append(_timed(bare_runs[subject.strategy.name], asked.device))
-        progress.advance(task)
-    measured = {(subject.kernel, subject.strategy.name): subject for subject in subjects}
+            rows.append(
+                {
+                    "strategy": strategy.name,
+                    "kernel": kernel,
+                    "tokens": tokens,
+                    "documents": len(lengths),
+                    "documents_mean": float(lengths.mean()),
+                    "backward": gradient,
+                    "why": why,
+                    **dict.fromkeys(NUMBERS),
+                }
+            )
+            if why is not None:
+                continue
+            run = _attend(asked, borders, strategy, kernel, gradient)
+            run()  # warm-up, and a kernel's compilation
+            runs[kernel, strategy.name] = run
+            peaks[kernel, strategy.name] = _peak_bytes(run, asked.device)
+            if kernel == "sdpa":
+                runs[BARE, strategy.name] = _bare_calls(asked, borders, strategy)
+                runs[BARE, strategy.name]()
+    seconds = take_turns(runs, rounds=asked.rounds, title=f"{tokens} tokens", device=asked.device)
     for row in rows:
-        own = measured.get((row["kernel"], row["strategy"]))
-        if own is not None:
-            row |= _numbers(own, measured[row["kernel"], "full"], borders)
+        key = (row["kernel"], row["strategy"])
+        if key in seconds:
+            own, full = seconds[key], seconds[row["kernel"], "full"]
+            visible = borders.visible_pairs(STRATEGIES[row["strategy"]])
+            ideal = borders.visible_pairs(STRATEGIES["full"]) / visible
+            row |= {"seconds": statistics.median(own), "peak_bytes": peaks[key]}
+            row |= {"speedup": ratio(full, own), "ideal_speedup": ideal, "achieved": ratio(full, own) / ideal}
             if row["kernel"] == "sdpa":
-                row["bare_ratio"] = _ratio(own.seconds, bare[row["strategy"]])
+                row["bare_ratio"] = ratio(own, seconds[BARE, row["strategy"]])
     return [row for row in rows if row["strategy"] in asked.strategies]
 
 
-def _numbers(own: Subject, full: Subject, borders: Borders) -> dict[str, Any]:
-    speedup = _ratio(full.seconds, own.seconds)
-    ideal = borders.visible_pairs(full.strategy) / borders.visible_pairs(own.strategy)
-    return {
-        "seconds": statistics.median(own.seconds),
-        "peak_bytes": own.peak_bytes,
-        "speedup": speedup,
-        "ideal_speedup": ideal,
-        "achieved": speedup / ideal,
-    }
-
-
-def _ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+NUMBERS = ("seconds", "peak_bytes", "speedup", "ideal_speedup", "achieved", "bare_ratio")
+"""What is measured of a subject; null where there is nothing to measure."""
 
 
 def _mode(asked: AttentionBench, kernel: str, strategy: Strategy, tokens: int) -> tuple[bool, str | None]:
@@ -236,8 +213,7 @@ def _bare_calls(asked: AttentionBench, borders: Borders, strategy: Strategy) -> 
     calls = []
     for segment in borders.segments(strategy):
         tokens = [0] * segment.sees_anchor + list(range(segment.start, segment.stop))
-        if not segment.padding:
-            calls.append([x[:, :, tokens].contiguous().requires_grad_() for x in inputs])
+        calls.append([x[:, :, tokens].contiguous().requires_grad_() for x in inputs])
     grads = [torch.randn_like(q) for q, _, _ in calls]
 
     def run() -> None:
@@ -246,18 +222,6 @@ def _bare_calls(asked: AttentionBench, borders: Borders, strategy: Strategy) -> 
             torch.autograd.grad(out, (q, k, v), grad)
 
     return run
-
-
-def _timed(run: Callable[[], None], device: str) -> float:
-    import torch
-
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def _peak_bytes(run: Callable[[], None], device: str) -> int:
@@ -276,37 +240,39 @@ def _peak_bytes(run: Callable[[], None], device: str) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
     results = profile.profiler.kineto_results
-    changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
-    held = np.cumsum([bytes_ for _, bytes_ in changes])
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    held = np.cumsum([change for _, change in changes])
     return int(held.max(initial=0))
 
 
-def print_attention(rows: list[dict[str, Any]]) -> None:
+def print_attention(asked: AttentionBench, rows: list[dict[str, Any]]) -> None:
     """The table on the terminal."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for heading in ("strategy", "kernel"):
         table.add_column(heading)
-    for heading in ("tokens", "documents", "ms", "peak MB", "speed-up", "ideal", "achieved", "x bare calls"):
+    for heading in ("tokens", "ms", "peak MB", "speed-up", "ideal", "achieved", "x bare"):
         table.add_column(heading, justify="right")
-    refused: dict[tuple[str, str], str] = {}
     for row in rows:
-        if "why" in row:
-            refused[row["kernel"], row["why"]] = f"{row['kernel']}: {row['why']}"
-            continue
-        bare = f"{row['bare_ratio']:.2f}" if "bare_ratio" in row else ""
-        table.add_row(
-            row["strategy"],
-            row["kernel"] + ("" if row["backward"] else " (forward)"),
-            str(row["tokens"]),
-            str(row["documents"]),
-            f"{row['seconds'] * 1e3:.1f}",
-            f"{row['peak_bytes'] / 1e6:.1f}",
-            f"{row['speedup']:.2f}",
-            f"{row['ideal_speedup']:.2f}",
-            f"{row['achieved']:.2f}",
-            bare,
-        )
+        if row["why"] is None:
+            table.add_row(
+                row["strategy"],
+                row["kernel"] + ("" if row["backward"] else " (forward)"),
+                str(row["tokens"]),
+                f"{row['seconds'] * 1e3:.1f}",
+                f"{row['peak_bytes'] / 1e6:.1f}",
+                f"{row['speedup']:.2f}",
+                f"{row['ideal_speedup']:.2f}",
+                f"{row['achieved']:.2f}",
+                "" if row["bare_ratio"] is None else f"{row['bare_ratio']:.2f}",
+            )
     console = Console()
     console.print(table)
-    for line in refused.values():
-        console.print(f"[dim]{line}[/dim]", highlight=False)
+    for tokens in asked.tokens:
+        found = next(row for row in rows if row["tokens"] == tokens)
+        console.print(
+            f"{tokens} tokens: {found['documents']} documents of mean {found['documents_mean']:.0f}, log-normal with "
+            f"sigma {asked.sigma:g}, seed {asked.seed}.",
+            highlight=False,
+        )
+    for line in dict.fromkeys(f"{row['kernel']}: {row['why']}" for row in rows if row["why"] is not None):
+        console.print(line, style="dim", highlight=False)
