@@ -275,4 +275,4 @@ def print_attention(asked: AttentionBench, rows: list[dict[str, Any]]) -> None:
             highlight=False,
         )
     for line in dict.fromkeys(f"{row['kernel']}: {row['why']}" for row in rows if row["why"] is not None):
-        console.print(line, style="dim", highlight=False)
+        console.print(line, style="dim", highlight=False, markup=False)

@@ -19,6 +19,7 @@ from modules.attention.strategies import STRATEGIES, Strategy
 from modules.attention.varlen_call import VarlenCall, layout_of, prepare, run
 from tests.oracles.dense_attention import dense_attention
 from tests.oracles.varlen_attention import varlen_attention
+from tests.random_rows import random_documents, random_qkv
 
 SERVED = [name for name, strategy in STRATEGIES.items() if not (strategy.window and (strategy.anchor or strategy.sink))]
 WINDOW = 7
@@ -29,30 +30,6 @@ ROW_WINDOW = Strategy(
 
 def strategy_of(name: str) -> Strategy:
     return replace(STRATEGIES[name], window=WINDOW) if STRATEGIES[name].window else STRATEGIES[name]
-
-
-def random_documents(tokens: int, rows: int, *, anchor: bool, padding: bool, seed: int) -> list[list[int]]:
-    """Rows of random documents, many of them one token long; of the padded ones the last is padded most."""
-    rng = np.random.default_rng(seed)
-    batch = []
-    for row in range(rows):
-        numbers = [0] if anchor else []
-        end = tokens - (int(rng.integers(tokens // 2, tokens)) if padding and row == rows - 1 else 0)
-        document = 1
-        while len(numbers) < end:
-            length = 1 if rng.random() < 0.3 else int(rng.integers(1, max(2, tokens // 3)))
-            numbers += [document] * min(length, end - len(numbers))
-            document += 1
-        batch.append(numbers + [-1] * (tokens - len(numbers)))
-    return batch
-
-
-def random_qkv(rows: int, tokens: int, heads: int, kv_heads: int, width: int, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(rows, h, tokens, width, dtype=torch.float64, generator=generator).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    ]
 
 
 def plain(call: VarlenCall) -> torch.Tensor:
