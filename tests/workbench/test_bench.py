@@ -128,6 +128,9 @@ def test_a_peer_that_trains_something_else_is_not_compared(monkeypatch, capsys):
         (["attention", "--tokens", "64", "--kernels", "varlen"], "--kernels varlen: The varlen kernel"),
         (["step", "--peer", "megatron"], "--peer='megatron' is none of 'transformers', 'litgpt'"),
         (["step", "--strategies", "anchr"], "--strategies='anchr' is none of"),
+        (["attention", "--documents-mean", "nan"], "--documents-mean nan must be at least 1"),
+        (["attention", "--sigma", "inf", "--seed", "-1"], "--sigma inf must be at least 0.\n--seed -1 must be"),
+        (["step", "--tokens", "9000", "--strategies", "sink_window"], "finds no kernel for"),
         (["step", "--tokens", "3"], "--tokens 3 must be at least 64"),
     ],
 )

@@ -10,6 +10,7 @@ Shape letters: B rows, T tokens in a row, H query heads, G key and value heads, 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,11 @@ class AttentionBench:
             check_name("--device", self.device, ("cpu", "cuda"))
         broken = [f"--tokens {tokens}: a row has 2 tokens or more." for tokens in self.tokens if tokens < 2]
         for name in ("rounds", "documents_mean", "heads", "kv_heads", "head_width"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 broken.append(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1.")
-        if self.sigma < 0:
-            broken.append(f"--sigma {self.sigma} must be at least 0.")
+        for name in ("sigma", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                broken.append(f"--{name} {getattr(self, name)} must be at least 0.")
         if not broken and self.heads % self.kv_heads:
             broken.append(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}.")
         if broken:

@@ -89,7 +89,7 @@ def bench_step(
         steps[base] = _ours(base, batch)
         for peer in dict.fromkeys(peers):
             if strategy == "full" or peer not in FULL_ONLY:
-                steps[replace(base, subject=peer)] = _step(*PEERS[peer](_model(strategy), batch))
+                steps[replace(base, subject=peer)] = _step(*PEERS[peer](_model(strategy, tokens), batch))
         if "bf16-true" in precisions:
             for products in ("native", "float32"):
                 subject = replace(base, precision="bf16-true", bfloat16_products=products)
@@ -136,7 +136,7 @@ def _shape() -> Any:
     )  # fmt: skip
 
 
-def _model(strategy: str) -> Llama:
+def _model(strategy: str, tokens: int) -> Llama:
     import torch
 
     from modules.llama import Llama
@@ -144,7 +144,9 @@ def _model(strategy: str) -> Llama:
 
     chosen = STRATEGIES[strategy]
     with user_input():
-        kernel = resolve_kernel("auto", strategy=chosen, device_type="cpu", dtype=torch.float32, head_width=32)
+        kernel = resolve_kernel(
+            "auto", strategy=chosen, device_type="cpu", dtype=torch.float32, head_width=32, tokens=tokens
+        )
     torch.manual_seed(SEED)
     return Llama(_shape(), strategy=chosen, kernel=kernel, rotary=RotaryConfig())
 
@@ -156,7 +158,7 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
     from modules.loss import cross_entropy_sum
     from modules.precision import Float32Products
 
-    model = _model(subject.strategy)
+    model = _model(subject.strategy, batch.tokens_BT.shape[1])
     if subject.precision == "bf16-true":
         model = model.to(torch.bfloat16)
 
