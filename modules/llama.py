@@ -11,7 +11,7 @@ Source: Llama 2, arXiv 2307.09288; Llama 3, arXiv 2407.21783; `LlamaForCausalLM`
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from modules.attention.strategies import Strategy
 from modules.autocast import product_dtype, without_autocast
 from modules.opaque import opaque
 from modules.rotary import RotaryConfig, RotaryPrecision, RotaryTables, apply_rotary, rotary_tables
+from modules.rotary_frequencies import Frequencies, frequencies, frequency_digest
+from modules.rotary_scaling import NO_SCALING, ScalingConfig
 
 INITIAL_SPREAD = 0.02
 """Standard deviation of every matrix at the start; those that write to the residual stream are narrower."""
@@ -54,6 +56,8 @@ class LlamaConfig:
     rope_theta: float
     max_positions: int
     """Positions the model is made for."""
+    rope_scaling: ScalingConfig = NO_SCALING
+    """How the frequencies differ from those of `rope_theta`; complete."""
 
     def __post_init__(self) -> None:
         broken = [
@@ -72,6 +76,10 @@ class LlamaConfig:
             )
         if self.head_width % 2:
             broken.append(f"head_width={self.head_width} must be even: the rotary embedding turns pairs.")
+        scaling = self.rope_scaling.broken_rules("rope_scaling", complete=True)
+        if not broken and not scaling:
+            scaling = self.rope_scaling.misfits("rope_scaling", head_width=self.head_width, theta=self.rope_theta)
+        broken += scaling
         if broken:
             raise ValueError("\n".join(broken))
 
@@ -86,11 +94,16 @@ class Llama(nn.Module):
             config: the shape.
             strategy: which keys each query may see.
             kernel: name of what computes the attention: speed, not result.
-            rotary: theta (None: the shape's own) and where the rotation rounds.
+            rotary: theta and scaling (None: the shape's own) and where the rotation rounds.
+        Raises:
+            ValueError: a scaling that does not fit the shape.
         """
         super().__init__()
         self.config, self.strategy, self.rotary = config, strategy, rotary
         self.theta = config.rope_theta if rotary.theta is None else rotary.theta
+        self.scaling = rotary.scaling.completed(config.rope_scaling, max_positions=config.max_positions)
+        if misfits := self.scaling.misfits(head_width=config.head_width, theta=self.theta):
+            raise ValueError("\n".join(misfits))
         self.embed_tokens = Embedding(config.vocabulary_size, config.width)
         self.layers = nn.ModuleList(
             Layer(config, strategy=strategy, kernel=kernel, rotary=rotary) for _ in range(config.layers)
@@ -112,7 +125,7 @@ class Llama(nn.Module):
             borders: where documents begin and end in these rows.
         """
         hidden_BTE = self.embed_tokens(tokens_BT)
-        tables = _tables(position_BT, hidden_BTE, self.rotary, self.config.head_width, self.theta)
+        tables = _tables(position_BT, hidden_BTE, self.rotary, self.config.head_width, self.theta, self.scaling)
         for layer in self.layers:
             hidden_BTE = layer(hidden_BTE, tables, borders)
         return self.norm(hidden_BTE)
@@ -120,6 +133,32 @@ class Llama(nn.Module):
     def logits(self, hidden_BTE: Tensor) -> Tensor:
         """Scores of every next token, [B, T, V], all at once: for tests and short rows."""
         return F.linear(hidden_BTE, self.head_weight_VE)
+
+    def rotary_tables(
+        self, position_BT: Tensor, compute_dtype: torch.dtype, precision: RotaryPrecision | None = None
+    ) -> RotaryTables:
+        """The tables that `forward` uses for these positions.
+
+        Args:
+            position_BT: integer positions.
+            compute_dtype: dtype of q and k as they leave their projections.
+            precision: where the rotation rounds. None: the model's own policy.
+        """
+        rotary = self.rotary if precision is None else replace(self.rotary, precision=precision)
+        return rotary_tables(
+            position_BT, config=rotary, head_width=self.config.head_width, theta=self.theta,
+            compute_dtype=compute_dtype, scaling=self.scaling,
+        )  # fmt: skip
+
+    def frequencies(self, length: int | None = None, dtype: torch.dtype = torch.float32) -> Frequencies:
+        """The rotary frequencies for sequences of that length (None: at most the original one)."""
+        return frequencies(
+            head_width=self.config.head_width, theta=self.theta, scaling=self.scaling, length=length, dtype=dtype
+        )
+
+    def frequency_digest(self) -> str:
+        """Identity of the rotary frequencies: those of short sequences and of the longest."""
+        return frequency_digest(self.frequencies(), self.frequencies(self.config.max_positions))
 
     def reset_parameters(self) -> None:
         """Draws every parameter anew, as after `to_empty` of a model built on the meta device."""
@@ -149,6 +188,7 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, *, strategy: Strategy, kernel: str, rotary: RotaryConfig) -> None:
         super().__init__()
         self.strategy, self.kernel, self.precision = strategy, kernel, rotary.precision
+        self.head_width = config.head_width
         q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
         self.q_proj = Projection(config.width, q_width)
         self.k_proj = Projection(config.width, kv_width)
@@ -159,22 +199,30 @@ class Attention(nn.Module):
         q_BTW, k_BTW, v_BTW = (project(hidden_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
         # Compiled code drops roundings between operations that it fuses, and keeps the one at the end.
         rotate = _rotate if self.precision in ("float32_scores", "float32") else _rotate_in_python
-        q_BHTD, k_BGTD = rotate(q_BTW, k_BTW, tables, self.precision)
+        q_BHTD, k_BGTD = rotate(q_BTW, k_BTW, tables, self.precision, self.head_width)
         return self.o_proj(_attend(q_BHTD, k_BGTD, v_BTW, borders, self.strategy, self.kernel))
 
 
 @opaque
 def _tables(
-    position_BT: Tensor, hidden_BTE: Tensor, rotary: RotaryConfig, head_width: int, theta: float
+    position_BT: Tensor,
+    hidden_BTE: Tensor,
+    rotary: RotaryConfig,
+    head_width: int,
+    theta: float,
+    scaling: ScalingConfig = NO_SCALING,
 ) -> RotaryTables:
     """The tables for what the projections make of these hidden states."""
     dtype = product_dtype(hidden_BTE)
-    return rotary_tables(position_BT, config=rotary, head_width=head_width, theta=theta, compute_dtype=dtype)
+    return rotary_tables(
+        position_BT, config=rotary, head_width=head_width, theta=theta, compute_dtype=dtype, scaling=scaling
+    )
 
 
-def _rotate(q_BTW: Tensor, k_BTW: Tensor, tables: RotaryTables, precision: RotaryPrecision) -> tuple[Tensor, Tensor]:
+def _rotate(
+    q_BTW: Tensor, k_BTW: Tensor, tables: RotaryTables, precision: RotaryPrecision, head_width: int
+) -> tuple[Tensor, Tensor]:
     """Queries and keys by head, turned."""
-    head_width = tables.cos_BTD.shape[-1]
     return apply_rotary(_by_head(q_BTW, head_width), _by_head(k_BTW, head_width), tables, precision)
 
 

@@ -6,10 +6,11 @@ Sources: the `config.json` of the model named beside each published shape.
 """
 
 import difflib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from modules.llama import LlamaConfig
+from modules.rotary_scaling import NO_SCALING, ScalingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class Preset:
     tied_embeddings: bool = False
     rope_theta: float = 10_000.0
     max_positions: int = 2048
+    rope_scaling: ScalingConfig = NO_SCALING
 
 
 PRESETS: dict[str, Preset] = {
@@ -45,9 +47,13 @@ PRESETS: dict[str, Preset] = {
     "tinyllama_1_1b": Preset(  # TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T
         vocabulary_size=32_000, width=2048, layers=22, heads=32, kv_heads=4, hidden_width=5632,
     ),
-    "llama3_2_1b": Preset(  # meta-llama/Llama-3.2-1B, whose checkpoint also scales its frequencies (`rotary.scaling`)
+    "llama3_2_1b": Preset(  # meta-llama/Llama-3.2-1B
         vocabulary_size=128_256, width=2048, layers=16, heads=32, kv_heads=8, hidden_width=8192,
         tied_embeddings=True, rope_theta=500_000.0, max_positions=131_072,
+        rope_scaling=ScalingConfig(
+            rope_type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
     ),
     "llama2_7b": Preset(  # meta-llama/Llama-2-7b-hf
         vocabulary_size=32_000, width=4096, layers=32, heads=32, kv_heads=32, hidden_width=11_008, max_positions=4096,
@@ -92,18 +98,25 @@ class ModelConfig:
         if broken:
             raise ValueError("\n".join(broken))
 
-    def resolve(self, vocabulary_size: int, rope_theta: float | None = None) -> LlamaConfig:
+    def resolve(
+        self, vocabulary_size: int, rope_theta: float | None = None, rope_scaling: ScalingConfig | None = None
+    ) -> LlamaConfig:
         """The complete shape.
 
         Args:
             vocabulary_size: the tokenizer's.
             rope_theta: `rotary.theta`, which wins over the preset's; None where it is not set.
+            rope_scaling: `rotary.scaling`, which wins over the preset's where it names a type. The original length
+                it leaves open is the preset's.
         Raises:
             ValueError: the tokenizer does not fit the vocabulary, sizes do not fit one another, or theta is set
                 twice; all broken rules at once, with their keys.
         """
-        shape = asdict(PRESETS[self.preset]) | self.overrides
+        preset = PRESETS[self.preset]
+        shape = {f.name: getattr(preset, f.name) for f in fields(preset)} | self.overrides
         broken = []
+        if rope_scaling is not None:
+            shape["rope_scaling"] = rope_scaling.completed(preset.rope_scaling, max_positions=preset.max_positions)
         if self.max_positions is not None:
             shape["max_positions"] = self.max_positions
         if rope_theta is not None:
@@ -131,13 +144,19 @@ class ModelConfig:
         try:
             config = LlamaConfig(**shape)
         except ValueError as error:
-            broken += [f"model.overrides.{line}" for line in str(error).splitlines()]
+            broken += [
+                f"rotary.scaling.{line.removeprefix('rope_scaling.')}"
+                if line.startswith("rope_scaling.")
+                else f"model.overrides.{line}"
+                for line in str(error).splitlines()
+            ]
         if broken:
             raise ValueError("\n".join(broken))
         return config
 
 
-_FIELD_TYPES: dict[str, type] = {f.name: f.type for f in fields(LlamaConfig)}  # type: ignore[misc]
+_FIELD_TYPES: dict[str, type] = {f.name: f.type for f in fields(LlamaConfig) if f.name != "rope_scaling"}  # type: ignore[misc]
+"""What may be overridden: the frequencies' scaling has a section of its own, `rotary.scaling`."""
 
 
 def _fits(value: object, expected: type) -> bool:

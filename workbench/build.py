@@ -21,6 +21,7 @@ from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
 from modules.llama import Llama, LlamaConfig
+from modules.optim import check_master_weights
 from modules.precision import resolve_bfloat16_products
 from workbench.config import RunConfig
 from workbench.errors import UserError, user_input
@@ -63,11 +64,17 @@ class Resolved:
             **self._kernel_details(),
             "resolved.device": self.device_type,
             "resolved.bfloat16_products": self.bfloat16_products,
+            "resolved.master_weights": "float32" if self._has_master_weights() else "none",
             "resolved.anchor": self.data.anchor,
             "resolved.positions": self.data.positions,
             "resolved.vocabulary_size": self.shape.vocabulary_size,
             "resolved.rope_theta": self.shape.rope_theta,
+            "resolved.rope_type": self.shape.rope_scaling.rope_type,
+            "resolved.original_max_position_embeddings": self.shape.rope_scaling.original_max_position_embeddings,
         }
+
+    def _has_master_weights(self) -> bool:
+        return check_master_weights(self.config.optimizer, self.config.trainer.precision)
 
     def _kernel_details(self) -> dict[str, Any]:
         """What the names of kernel and strategy leave open."""
@@ -102,6 +109,7 @@ def check(config: RunConfig) -> Resolved:
     tokenizer = attempt(lambda: _tokenizer(config.data))
     shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2))
     attempt(lambda: _schedule(config))
+    attempt(lambda: check_master_weights(config.optimizer, config.trainer.precision))
     products = kernel = None
     if device_type is not None:
         products = attempt(
@@ -165,7 +173,7 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _shape(config: RunConfig, vocabulary_size: int) -> LlamaConfig:
-    shape = config.model.resolve(vocabulary_size, config.rotary.theta)
+    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling)
     length = config.data.context_length
     if config.model.max_positions is None and "max_positions" not in config.model.overrides:
         return replace(shape, max_positions=max(shape.max_positions, length))

@@ -186,6 +186,7 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     tree = OmegaConf.structured(RunConfig)
     kinds = schema()
     problems: list[str] = []
+    refused: list[str] = []
     for where, layer in layers:
         for key, value in _schema_leaves(layer, kinds).items():
             problem = check_key(key, kinds) or _check_kind(key, value, kinds)
@@ -196,19 +197,26 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
                     problem = f"{key}={value!r} must be {describe_kind(kinds.get(key))}."
             if problem:
                 problems.append(f"{_place(where, key)}: {problem}" if where else problem)
+                refused.append(key)
     sections: dict[str, Any] = {}
     for item in dataclasses.fields(RunConfig):
         try:
             value = tree[item.name]
             sections[item.name] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
         except (ValueError, OmegaConfBaseException) as error:
-            problems.extend(_with_place(line, layers, kinds) for line in str(error.__cause__ or error).splitlines())
+            broken = [line for line in str(error.__cause__ or error).splitlines() if not _names_one(line, refused)]
+            problems.extend(_with_place(line, layers, kinds) for line in broken)
     if not 0 <= sections.get("seed", 0) < 2**63:
         seed = f"seed={sections['seed']} must be from 0 to 2^63 - 1."
         problems.append(_with_place(seed, layers, kinds))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return RunConfig(**sections)
+
+
+def _names_one(problem: str, refused: Iterable[str]) -> bool:
+    """Whether a broken rule is about a key whose value was refused and so never arrived: it follows from that."""
+    return any(re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", problem) for key in refused)
 
 
 def _with_place(problem: str, layers: tuple[tuple[str, Mapping[str, Any]], ...], kinds: Mapping[str, Any]) -> str:
@@ -311,4 +319,6 @@ def describe_kind(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is dict:
         return "keys and values"
+    if kind == list[float]:
+        return "a list of numbers"
     return " or ".join(describe_kind(part) for part in get_args(kind)) or str(kind)

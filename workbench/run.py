@@ -207,7 +207,9 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     """Params, config, environment, dataset: all that is known before the first step."""
     resolved = prepared.resolved
     config = to_dict(resolved.config)
-    tracker.log_params(run_id, {**flatten(config), **resolved.to_params()})
+    # Of the model that is trained and not of its config: a scaling that never reached it would show.
+    frequencies = {"resolved.inverse_frequencies": prepared.module.model.frequency_digest()}
+    tracker.log_params(run_id, {**flatten(config), **resolved.to_params(), **frequencies})
     tracker.client.log_dict(run_id, config, "config.yaml")
     surroundings = environment.describe(resolved.device_type)
     tracker.client.log_dict(run_id, surroundings, "environment.json")

@@ -16,9 +16,10 @@ from modules.rotary import (
     RotaryPrecision,
     RotaryTables,
     apply_rotary,
-    inverse_frequencies,
     rotary_tables,
 )
+from modules.rotary_frequencies import frequencies
+from modules.rotary_scaling import ScalingConfig
 
 WIDTH, THETA = 8, 10_000.0
 LOW = (torch.bfloat16, torch.float16)
@@ -45,7 +46,7 @@ def written_out(x: Tensor, positions: list[int], precision: str) -> Tensor:
     for t, position in enumerate(positions):
         for i in range(half):
             p = low(torch.tensor(float(position))).item() if precision == "low_positions" else position
-            angle = np.float32(p) * np.float32(THETA ** -(2 * i / WIDTH))
+            angle = np.float32(p) * (np.float32(1) / np.float32(THETA ** (2 * i / WIDTH)))
             # A full vector of it, since torch's cosine of one number and of many may differ in the last bit.
             cos, sin = (f(torch.full((16,), float(angle)))[0] for f in (torch.cos, torch.sin))
             cos, sin = rotation(cos), rotation(sin)
@@ -85,26 +86,6 @@ def test_the_historic_bug_does_not_tell_257_from_256() -> None:
     for precision in get_args(RotaryPrecision):
         cos = tables(positions, precision, torch.bfloat16).cos_BTD
         assert torch.equal(cos[:, 0], cos[:, 1]) == (precision == "low_positions"), precision
-
-
-def test_inverse_frequencies() -> None:
-    """Base 5e5, width 128, unscaled: the last is 2.455e-6."""
-    got = inverse_frequencies(128, 5e5)
-    assert got.dtype == torch.float32 and got.shape == (64,) and got[0] == 1
-    assert got[-1].item() == pytest.approx(2.455e-6, rel=3e-4)
-    exact = np.array([float(np.float64(5e5) ** (-2 * i / 128)) for i in range(64)])
-    assert np.array_equal(got.numpy(), exact.astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_inverse_frequencies_know_no_low_precision(dtype: torch.dtype) -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        got = inverse_frequencies(128, 5e5, dtype=dtype)
-    finally:
-        torch.set_default_dtype(before)
-    assert torch.equal(got, inverse_frequencies(128, 5e5)) and got.dtype == torch.float32
 
 
 def test_the_meta_device_needs_no_numbers() -> None:
@@ -152,18 +133,61 @@ def test_only_float32_scores_keep_distance_in_bfloat16() -> None:
     assert moved["float32_scores"] < 1e-4 < 1e-3 < moved["float32"] < moved["compute"] < moved["low_positions"]
 
 
+@pytest.mark.parametrize("precision", get_args(RotaryPrecision))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_the_first_part_of_a_head_turns(dtype: torch.dtype, precision: RotaryPrecision) -> None:
+    """The turning part is a head of its own; the rest leaves bit for bit as it came."""
+    positions = torch.tensor([[0, 3, 4095, 17]])
+    config = RotaryConfig(precision=precision)
+    scaling = ScalingConfig(rope_type="default", partial_rotary_factor=0.375)  # 12 of 32
+    made, alone = (
+        rotary_tables(positions, config=config, head_width=width, theta=THETA, compute_dtype=dtype, scaling=kind)
+        for width, kind in ((32, scaling), (12, ScalingConfig(rope_type="default")))
+    )
+    q, k = (torch.randn(1, heads, 4, 32, generator=torch.Generator().manual_seed(heads)).to(dtype) for heads in (4, 2))
+    for got, part, x in zip(
+        apply_rotary(q, k, made, precision), apply_rotary(q[..., :12], k[..., :12], alone, precision), (q, k),
+        strict=True,
+    ):  # fmt: skip
+        assert torch.equal(got[..., :12], part) and got.dtype == part.dtype
+        assert torch.equal(got[..., 12:], x[..., 12:].to(got.dtype))
+
+
+def test_the_attention_factor_stretches_both_tables_before_they_round() -> None:
+    positions = torch.arange(50)[None] * 700
+    scaling = ScalingConfig(rope_type="yarn", factor=16.0, original_max_position_embeddings=4096)
+    inverse_P, factor = frequencies(head_width=64, theta=THETA, scaling=scaling)
+    angle = positions[..., None].float() * torch.cat((inverse_P, inverse_P))
+    for precision, dtype in (("float32", torch.float32), ("compute", torch.bfloat16)):
+        made = rotary_tables(
+            positions, config=RotaryConfig(precision=precision),  # type: ignore[arg-type]
+            head_width=64, theta=THETA, compute_dtype=torch.bfloat16, scaling=scaling,
+        )  # fmt: skip
+        assert torch.equal(made.cos_BTD, (angle.cos() * factor).to(dtype))
+        assert torch.equal(made.sin_BTD, (angle.sin() * factor).to(dtype))
+    assert made.cos_BTD[0, 0, 0] == torch.tensor(1.2773).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_positions_that_are_no_integers_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=r"Positions are torch\..* must be integers"):
+        tables(torch.arange(5)[None].to(dtype), "float32", torch.float32)
+
+
 def test_the_config_is_filled_by_omegaconf() -> None:
-    merged = OmegaConf.merge(OmegaConf.structured(RotaryConfig), {"theta": 1000000, "precision": "compute"})
-    assert OmegaConf.to_object(merged) == RotaryConfig(theta=1e6, precision="compute")
+    written = {"theta": 1000000, "precision": "compute", "scaling": {"rope_type": "linear", "factor": 4}}
+    merged = OmegaConf.merge(OmegaConf.structured(RotaryConfig), written)
+    expected = RotaryConfig(theta=1e6, precision="compute", scaling=ScalingConfig(rope_type="linear", factor=4.0))
+    assert OmegaConf.to_object(merged) == expected
 
 
 def test_all_broken_settings_are_named_at_once() -> None:
     with pytest.raises(ValueError) as error:
-        RotaryConfig(theta=-1.0, scaling="yarn", precision="bfloat16")  # type: ignore[arg-type]
+        RotaryConfig(theta=-1.0, scaling=ScalingConfig(rope_type="yarn"), precision="bfloat16")  # type: ignore[arg-type]
     lines = str(error.value).splitlines()
     assert [line.split(" ")[0] for line in lines] == [
         "rotary.theta=-1.0",
-        "rotary.scaling='yarn'",
+        "rotary.scaling.factor=None",
         "rotary.precision='bfloat16'",
     ]
     assert "float32_scores" in lines[2]

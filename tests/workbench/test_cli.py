@@ -59,6 +59,12 @@ def refused(capsys, home, *words) -> str:
         (["model.max_positions=32"], ["model.max_positions=32", "data.context_length=64"]),
         (["model.preset=lama"], ["model.preset='lama'"]),
         (["rotary.scaling=yarn"], ["rotary.scaling"]),
+        (["rotary.scaling.rope_type=yarn", "rotary.theta=-1"], ["rotary.scaling.factor=None", "rotary.theta=-1.0"]),
+        (
+            ["rotary.scaling.rope_type=default", "rotary.scaling.partial_rotary_factor=0.4"],
+            ["rotary.scaling.partial_rotary_factor=0.4", "3 of 8"],
+        ),
+        (["optimizer.master_weights=float32"], ["optimizer.master_weights='float32'", "trainer.precision='32-true'"]),
         (["trainer.devices=2"], ["trainer.devices=2"]),
         (["seed=-1"], ["seed=-1"]),
         (["data.context_length=2"], ["data.context_length=2"]),

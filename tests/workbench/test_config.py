@@ -47,7 +47,11 @@ def test_config_survives_a_round_trip():
         ({"optimizer": {"learning_rate": "fast"}}, ["optimizer.learning_rate='fast'", "a number"]),
         ({"name": 7}, ["name=7", "text"]),
         ({"rotary": {"precision": "low"}}, ["rotary.precision", "low_positions"]),
-        ({"rotary": {"scaling": "yarn"}}, ["rotary.scaling"]),
+        ({"rotary": {"scaling": "yarn"}}, ["rotary.scaling is a section", "rotary.scaling.rope_type"]),
+        ({"rotary": {"scaling": {"rope_type": "yran"}}}, ["rotary.scaling.rope_type='yran'", "yarn, llama3"]),
+        ({"rotary": {"scaling": {"rope_type": "yarn"}}}, ["rotary.scaling.factor=None", "'yarn'"]),
+        ({"rotary": {"scaling": {"factor": 8}}}, ["rotary.scaling.factor=8.0", "Set rotary.scaling.rope_type"]),
+        ({"rotary": {"scaling": {"short_factor": [1, "a"]}}}, ["rotary.scaling.short_factor", "a list of numbers"]),
         ({"model": {"overrides": {"layrs": 2}}}, ["model.overrides.layrs", "layers"]),
     ],
 )
@@ -63,6 +67,12 @@ def test_a_mistake_in_a_file_has_its_line(tmp_path):
     text = message((str(file), read_yaml(file)))
     assert f"{file}:4: data.contxt_length" in text
     assert f"{file}:5: trainer.max_steps" in text
+
+
+def test_what_follows_from_a_refused_value_is_no_mistake_of_its_own():
+    """The type never arrives, so the factor seems to stand without one; the wrong theta is a mistake all the same."""
+    text = message(("", {"rotary": {"scaling": {"rope_type": "yran", "factor": 8}, "theta": -1.0}}))
+    assert len(text.splitlines()) == 2 and "rotary.scaling.rope_type='yran'" in text and "rotary.theta=-1.0" in text
 
 
 def test_all_mistakes_are_reported_at_once():

@@ -59,7 +59,7 @@ def kill_fit_after(file: Path, home: Path, step: int, *words: str) -> None:
     raise AssertionError("no checkpoint in time")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, precision):
     """Every later step's loss is bit-identical, in one MLflow run without a double point."""
     steps = 60
