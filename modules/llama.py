@@ -58,6 +58,14 @@ class LlamaConfig:
     """Positions the model is made for."""
     rope_scaling: ScalingConfig = NO_SCALING
     """How the frequencies differ from those of `rope_theta`; complete."""
+    attention_bias: bool = False
+    """The projections to queries, keys and values add a bias (Qwen2)."""
+    attention_output_bias: bool = False
+    """So does the one after the attention."""
+    mlp_bias: bool = False
+    """So do the SwiGLU's three."""
+    qk_norm: bool = False
+    """Each head's queries and keys are normed before they are turned (Qwen3)."""
 
     def __post_init__(self) -> None:
         broken = [
@@ -109,7 +117,7 @@ class Llama(nn.Module):
             Layer(config, strategy=strategy, kernel=kernel, rotary=rotary) for _ in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.lm_head = None if config.tied_embeddings else Projection(config.width, config.vocabulary_size)
+        self.lm_head = None if config.tied_embeddings else Projection(config.width, config.vocabulary_size, bias=False)
 
     @property
     def head_weight_VE(self) -> Tensor:
@@ -190,17 +198,29 @@ class Attention(nn.Module):
         self.strategy, self.kernel, self.precision = strategy, kernel, rotary.precision
         self.head_width = config.head_width
         q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
-        self.q_proj = Projection(config.width, q_width)
-        self.k_proj = Projection(config.width, kv_width)
-        self.v_proj = Projection(config.width, kv_width)
-        self.o_proj = Projection(q_width, config.width, spread=_residual_spread(config))
+        self.q_proj = Projection(config.width, q_width, bias=config.attention_bias)
+        self.k_proj = Projection(config.width, kv_width, bias=config.attention_bias)
+        self.v_proj = Projection(config.width, kv_width, bias=config.attention_bias)
+        self.o_proj = Projection(
+            q_width, config.width, bias=config.attention_output_bias, spread=_residual_spread(config)
+        )
+        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
 
     def forward(self, hidden_BTE: Tensor, tables: RotaryTables, borders: Borders) -> Tensor:
-        q_BTW, k_BTW, v_BTW = (project(hidden_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q_BTW, k_BTW, v_BTW = self.projected(hidden_BTE)
         # Compiled code drops roundings between operations that it fuses, and keeps the one at the end.
         rotate = _rotate if self.precision in ("float32_scores", "float32") else _rotate_in_python
         q_BHTD, k_BGTD = rotate(q_BTW, k_BTW, tables, self.precision, self.head_width)
         return self.o_proj(_attend(q_BHTD, k_BGTD, v_BTW, borders, self.strategy, self.kernel))
+
+    def projected(self, hidden_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q_BTW, k_BTW and v_BTW: queries, keys and values, heads side by side, before the rotation."""
+        q_BTW, k_BTW, v_BTW = self.q_proj(hidden_BTE), self.k_proj(hidden_BTE), self.v_proj(hidden_BTE)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTW = self.q_norm(q_BTW.unflatten(-1, (-1, self.head_width))).flatten(-2)
+            k_BTW = self.k_norm(k_BTW.unflatten(-1, (-1, self.head_width))).flatten(-2)
+        return q_BTW, k_BTW, v_BTW
 
 
 @opaque
@@ -251,23 +271,27 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.width, config.hidden_width)
-        self.up_proj = Projection(config.width, config.hidden_width)
-        self.down_proj = Projection(config.hidden_width, config.width, spread=_residual_spread(config))
+        self.gate_proj = Projection(config.width, config.hidden_width, bias=config.mlp_bias)
+        self.up_proj = Projection(config.width, config.hidden_width, bias=config.mlp_bias)
+        self.down_proj = Projection(
+            config.hidden_width, config.width, bias=config.mlp_bias, spread=_residual_spread(config)
+        )
 
     def forward(self, hidden_BTE: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(hidden_BTE)) * self.up_proj(hidden_BTE))
 
 
 class Projection(nn.Linear):
-    """A matrix without bias that starts normal, with a spread of its own."""
+    """A matrix that starts normal, with a spread of its own; its bias, if it has one, starts at 0."""
 
-    def __init__(self, inputs: int, outputs: int, *, spread: float = INITIAL_SPREAD) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, spread: float = INITIAL_SPREAD) -> None:
         self.spread = spread  # first, since nn.Linear's constructor calls reset_parameters
-        super().__init__(inputs, outputs, bias=False)
+        super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
         _draw_normal(self.weight, self.spread)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
@@ -281,8 +305,15 @@ def parameter_count(config: LlamaConfig) -> int:
     """Parameters of the model, a tied matrix once, without building it."""
     c = config
     embeddings = (1 if c.tied_embeddings else 2) * c.vocabulary_size * c.width
-    norms = (2 * c.layers + 1) * c.width
-    return embeddings + norms + c.layers * layer_matrix_parameters(c)
+    norms = (2 * c.layers + 1) * c.width + (2 * c.layers * c.head_width if c.qk_norm else 0)
+    biases = 0
+    if c.attention_bias:
+        biases += (c.heads + 2 * c.kv_heads) * c.head_width
+    if c.attention_output_bias:
+        biases += c.width
+    if c.mlp_bias:
+        biases += 2 * c.hidden_width + c.width
+    return embeddings + norms + c.layers * (layer_matrix_parameters(c) + biases)
 
 
 def layer_matrix_parameters(config: LlamaConfig) -> int:

@@ -1,0 +1,108 @@
+"""A probe as one MLflow run: settings, numbers, tables and figures.
+
+Metrics, each over its own axis as the step: `deviation/<condition>`, `row_deviation/...` and `first_token_share/...`
+over the shift in tokens, `logit_deviation/...` over the length in tokens, `consistency_kl/...` and
+`consistency_logit_difference/...` over the offset. A condition is `bfloat16/compute`, say.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from workbench import environment
+from workbench.probe.figures import draw
+from workbench.probe.measure import ConditionResult
+from workbench.probe.settings import ProbeSettings
+from workbench.probe.tables import as_csv, consistency_rows, deviation_rows, head_rows, token_rows
+from workbench.tracking import Tracker
+
+EXPERIMENT = "probe"
+
+
+@contextmanager
+def recorded(tracker: Tracker, model: str, settings: ProbeSettings, facts: dict[str, Any]) -> Iterator[str]:
+    """A run that is RUNNING inside and has a true status afterwards; yields its id.
+
+    Args:
+        tracker: the store.
+        model: what the user calls the model.
+        settings: logged as params.
+        facts: more params, known before the start.
+    """
+    run_id = tracker.create(f"probe {model}"[:250], {"kind": "probe"})
+    try:
+        tracker.log_params(run_id, {"model": model, **dataclasses.asdict(settings), **facts})
+        tracker.client.log_dict(run_id, environment.describe(settings.device), "environment.json")
+        yield run_id
+    except BaseException as error:
+        stopped = isinstance(error, KeyboardInterrupt)
+        tracker.close(
+            run_id,
+            status="KILLED" if stopped else "FAILED",
+            outcome="cancelled" if stopped else "crash",
+            reason=f"{type(error).__name__}: {error}",
+        )
+        raise
+    tracker.close(run_id, status="FINISHED", outcome="completed")
+
+
+def record(
+    tracker: Tracker, run_id: str, model: str, settings: ProbeSettings, results: list[ConditionResult]
+) -> dict[str, Any]:
+    """Writes everything; returns the JSON document."""
+    rows, consistency = deviation_rows(settings, results), consistency_rows(settings, results)
+    document = {"model": model, "rows": rows, "consistency": consistency}
+    tracker.client.log_dict(run_id, {**document, "settings": dataclasses.asdict(settings)}, "probe.json")
+    tables = {
+        "rows.csv": rows,
+        "consistency.csv": consistency,
+        "heads.csv": head_rows(settings, results),
+        "tokens.csv": token_rows(settings, results),
+    }
+    for name, table in tables.items():
+        if table:
+            tracker.client.log_text(run_id, as_csv(table), f"tables/{name}")
+    for name, figure in draw(model, settings, results).items():
+        tracker.client.log_figure(run_id, figure, f"figures/{name}")
+    _log_metrics(tracker, run_id, settings, results, consistency)
+    return document
+
+
+def _log_metrics(
+    tracker: Tracker,
+    run_id: str,
+    settings: ProbeSettings,
+    results: list[ConditionResult],
+    consistency: list[dict[str, Any]],
+) -> None:
+    from mlflow.entities import Metric
+
+    now = int(time.time() * 1000)
+    points = []
+    of_offset = {(tuple(row[key] for key in _CONDITION), row["offset"]): row for row in consistency}
+    for result in results:
+        mean, label, condition = result.mean, result.condition.label, result.condition
+        for s, shift in enumerate(settings.shifts):
+            points += [
+                Metric(f"deviation/{label}", float(mean.deviation_SN[s, -1]), now, shift),
+                Metric(f"row_deviation/{label}", float(mean.row_deviation_SN[s, -1]), now, shift),
+                Metric(f"first_token_share/{label}", float(mean.first_token_share_SN[s, -1]), now, shift),
+            ]
+        furthest = max(range(len(settings.shifts)), key=lambda s: abs(settings.shifts[s] - settings.reference_shift))
+        points += [
+            Metric(f"logit_deviation/{label}", float(value), now, tokens)
+            for tokens, value in zip(mean.lengths, mean.logit_deviation_SN[furthest], strict=True)
+        ]
+        for offset in settings.offsets if result.consistency else ():
+            row = of_offset[tuple(getattr(condition, key) for key in _CONDITION), offset]
+            points += [
+                Metric(f"consistency_kl/{label}", row["mean_kl"], now, offset),
+                Metric(f"consistency_logit_difference/{label}", row["max_logit_difference"], now, offset),
+            ]
+    for start in range(0, len(points), 1000):
+        tracker.client.log_batch(run_id, metrics=points[start : start + 1000])
+
+
+_CONDITION = ("rotary_precision", "rotary_dtype", "dtype", "weights")
