@@ -6,20 +6,31 @@ from typing import Any
 
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 
-from modules.precision import Float32Products
+from modules.float32_products import Float32Products, replacement
 
 
 class _Float32ProductsInSteps(Precision):
     """Puts every step's forward and backward pass into `Float32Products`; optimizer and clipping stay outside."""
 
+    _holds_replacement = False
+
     @contextmanager
     def forward_context(self) -> Generator[None, None, None]:
+        if not self._holds_replacement:  # until teardown, so that steps do not replace kernels anew
+            self._holds_replacement = True
+            replacement.hold()
         with super().forward_context(), Float32Products():
             yield
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         with Float32Products():
             super().backward(*args, **kwargs)
+
+    def teardown(self) -> None:
+        if self._holds_replacement:
+            self._holds_replacement = False
+            replacement.release()
+        super().teardown()
 
 
 class HalfPrecisionFloat32Products(_Float32ProductsInSteps, HalfPrecision):

@@ -1,10 +1,12 @@
 """bfloat16 products in float32: exactly those, rounded once, in every pass of a real training run."""
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import lightning
@@ -12,36 +14,54 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from modules import precision
+from modules.float32_products import Float32Products
 from modules.precision import (
-    Float32Products,
     cpu_has_bfloat16_products,
     precision_plugin,
     resolve_bfloat16_products,
 )
+from modules.widened import Widened
 
 BFLOAT16 = torch.bfloat16
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+WATCHED = [
+    *(name + form for name in ("addmm", "baddbmm", "addbmm", "addmv") for form in ("", "_", ".out")),
+    *(name + form for name in ("mm", "bmm", "mv", "dot") for form in ("", ".out")),
+    *("_addmm_activation", "vdot", ATTENTION, f"{ATTENTION}_backward"),
+]
 
 
-class KernelDtypes(TorchDispatchMode):
-    """Writes down which product and attention kernels torch runs and in which dtype.
+class KernelDtypes:
+    """Writes down which product and attention kernels run and in which dtype.
 
     Entered before `Float32Products` it stands below it and sees what that hands on to torch.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[tuple[str, torch.dtype]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name.endswith(("mm", "mm_", "mv", "dot", "linear", "matmul", "einsum")) or "attention" in name:
-            self.seen += [(name, next(a for a in args if isinstance(a, Tensor)).dtype)]
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> "KernelDtypes":
+        self._library = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name in WATCHED:
+                self._watch(name, torch.library.get_kernel(f"aten::{name}", "CPU"))
+        return self
+
+    def _watch(self, name: str, kernel) -> None:
+        def watched(keys, *args, **kwargs):
+            dtypes = {x.dtype for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()}
+            self.seen += [(name, dtype) for dtype in dtypes]
+            return kernel.call_boxed(keys, *args, **kwargs)
+
+        self._library.impl(name, watched, "CPU", with_keyset=True, allow_override=True)
+
+    def __exit__(self, *error) -> None:
+        self._library._destroy()
 
     def count(self, name: str, dtype: torch.dtype) -> int:
         return self.seen.count((name, dtype))
@@ -161,6 +181,103 @@ def test_a_product_of_small_integers_is_exact_until_its_one_rounding(name):
     with Float32Products():
         result = product(*operands)
     assert torch.equal(result, product(*(x.double() for x in operands)).bfloat16())
+
+
+def units_apart(a: Tensor, b: Tensor) -> Tensor:
+    """How many bfloat16 numbers lie between those nearest to a and b: 0 for the same, 1 for neighbours."""
+
+    def order(x: Tensor) -> Tensor:
+        bits = x.to(BFLOAT16).view(torch.int16).int()
+        return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+    return (order(a) - order(b)).abs()
+
+
+@pytest.mark.parametrize("depth", [37, 1024])
+@pytest.mark.parametrize("positive", [True, False])
+def test_a_product_is_within_one_rounding_of_the_exact_and_of_the_native_one(depth, positive):
+    """Oracle: float64. Sums of numbers of one sign lose nothing in float32; of both, as much as their size lets them."""
+    a, b = randn(64, depth), randn(depth, 48, seed=1)
+    if positive:
+        a, b = a.abs(), b.abs()
+    exact, native = a.double() @ b.double(), a @ b
+    with Float32Products():
+        ours = a @ b
+    size = a.double().abs() @ b.double().abs()
+    half_a_unit = 2.0**-8 * exact.abs().log2().ceil().exp2() / 2
+    assert ((ours - exact).abs() <= half_a_unit * (1 + 1e-6) + 2**-20 * size).all()
+    if positive:
+        assert units_apart(ours, exact).max() <= 1 and (units_apart(ours, exact) == 0).float().mean() > 0.99
+        assert units_apart(ours, native).max() <= 1
+    assert ((ours.double() - native).abs() <= 2 * half_a_unit + 2**-7 * size / depth**0.5).all()
+
+
+def test_what_is_written_to_between_two_products_is_widened_anew():
+    """Large enough to be kept; every way to write that autograd knows, and memory that another tensor gets."""
+    weight = randn(80, 64, seed=1)
+    writes = {
+        "in place": lambda x: x.mul_(3),
+        "a view": lambda x: x[5:9].zero_(),
+        "the whole through a view": lambda x: x.view(-1).add_(1),
+        "a detached twin": lambda x: x.detach().neg_(),
+        "copy_": lambda x: x.copy_(randn(*x.shape, seed=2)),
+        "foreach": lambda x: torch._foreach_add_([x], 1.0),
+        "a product": lambda x: x[:, :64].addmm_(x[:, :64].clone(), weight[:64]),
+        "out": lambda x: torch.mm(x.clone(), weight, out=x[:, :64]),
+    }
+    for name, write in writes.items():
+        for mode in GRAD_MODES.values():
+            with mode(), Float32Products():
+                x = randn(96, 80)
+                before = x @ weight
+                write(x)
+                after, transposed = x @ weight, x.t() @ randn(96, 64, seed=3)
+            assert torch.equal(after, (x.float() @ weight.float()).bfloat16()), name
+            assert torch.equal(transposed, (x.float().t() @ randn(96, 64, seed=3).float()).bfloat16()), name
+            assert not torch.equal(after, before), name
+
+
+def test_memory_that_changes_hands_brings_no_old_numbers_back():
+    """As sharded parameters do: one gives its memory away, another gets it, and no version tells."""
+    weight = randn(80, 64, seed=1)
+    memory = randn(96, 80)
+    first, second = torch.empty(0, dtype=BFLOAT16), torch.empty(0, dtype=BFLOAT16)
+    with Float32Products():
+        first.set_(memory)
+        first @ weight
+        with torch.autograd._unsafe_preserve_version_counter((first, memory)):
+            memory.copy_(randn(96, 80, seed=2))
+            address = memory.data_ptr()
+        second.set_(torch.frombuffer((ctypes.c_char * (2 * 96 * 80)).from_address(address), dtype=BFLOAT16).view(96, 80))
+        result = second @ weight
+    assert second.data_ptr() == first.data_ptr() and torch.equal(result, (memory.float() @ weight.float()).bfloat16())
+
+
+def test_any_order_of_products_gives_what_each_gives_alone():
+    """Matrices of many sizes, twice and transposed, more than are kept, memory used again and again."""
+    random = torch.Generator().manual_seed(0)
+    matrices = [randn(rows, 72, seed=rows) for rows in (60, 64, 80, 100, 130, 150, 200, 300)]
+    with Float32Products():
+        for _ in range(200):
+            i, j = torch.randint(len(matrices), (2,), generator=random).tolist()
+            a, b = matrices[i], matrices[j]
+            assert torch.equal(a @ b.t(), (a.float() @ b.float().t()).bfloat16())
+            assert torch.equal(a[:50].t() @ b[:50], (a[:50].float().t() @ b[:50].float()).bfloat16())
+            if i % 3 == 0:
+                a.mul_(-0.5)
+
+
+def test_a_matrix_that_is_multiplied_in_a_row_is_widened_once(monkeypatch):
+    """Forward by three weights; backward of each once for the input and once for the weight."""
+    x, weights = randn(96, 64).requires_grad_(), [randn(64, 96, seed=i).requires_grad_() for i in range(3)]
+    copied = []
+    real = Widened._memory
+    monkeypatch.setattr(Widened, "_memory", lambda self, size: copied.append(size) or real(self, size))
+    with Float32Products():
+        outs = [x @ weight for weight in weights]
+        assert len(copied) == 1 + 3
+        sum(out.sum() * (i + 1) for i, out in enumerate(outs)).backward()
+    assert len(copied) <= 1 + 3 + 3 * 2 + 1
 
 
 def test_in_place_and_out_write_into_the_tensor_given():
@@ -340,11 +457,11 @@ def test_nothing_leaks_out_of_the_context():
         with kernels:
             torch.mm(a, b)
 
-    with contextlib.suppress(KeyError), Float32Products():
+    with kernels, contextlib.suppress(KeyError), Float32Products():
         raise KeyError
     multiply()
-    with Float32Products():
-        elsewhere = threading.Thread(target=multiply)
+    with kernels, Float32Products():
+        elsewhere = threading.Thread(target=torch.mm, args=(a, b))
         elsewhere.start()
         elsewhere.join()
     assert kernels.seen == [("mm", BFLOAT16), ("mm", BFLOAT16)]

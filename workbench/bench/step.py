@@ -156,7 +156,7 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
 
     from modules.attention.borders import Borders
     from modules.loss import cross_entropy_sum
-    from modules.precision import Float32Products
+    from modules.float32_products import Float32Products
 
     model = _model(subject.strategy, batch.tokens_BT.shape[1])
     if subject.precision == "bf16-true":

@@ -19,7 +19,7 @@ from modules.attention.block_mask import block_mask
 from modules.attention.borders import Borders
 from modules.attention.capabilities import Request
 from modules.attention.strategies import STRATEGIES
-from modules.precision import Float32Products
+from modules.float32_products import Float32Products
 from tests.oracles.dense_attention import dense_attention
 
 DISTINCT = [name for name in STRATEGIES if name != "intra_document_reset"]
