@@ -133,7 +133,7 @@ def _add_bench_step(subjects: Any) -> None:
     bench.add_argument("--rounds", type=int, default=5, help="alternating rounds, of which medians are taken")
     bench.add_argument("--strategies", nargs="+", metavar="NAME", help="(default: the four without a window)")
     bench.add_argument("--peer", action="append", metavar="NAME", help="transformers, litgpt: the same step there")
-    bench.add_argument("--precisions", nargs="+", metavar="NAME", help="32-true (default), bf16-true")
+    bench.add_argument("--precisions", nargs="+", metavar="NAME", help="32-true (default), bf16-true, bf16-mixed")
     _add_bench_output(bench)
 
 

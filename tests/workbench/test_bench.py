@@ -77,12 +77,15 @@ def test_step_rows_beside_transformers(capsys):
 
 
 def test_step_rows_by_precision(capsys):
-    words = ["step", "--tokens", "128", "--rounds", "1", "--strategies", "full", "--precisions", "bf16-true"]
+    words = ["step", "--tokens", "128", "--rounds", "1", "--strategies", "full", "--precisions"]
+    words += ["bf16-true", "bf16-mixed"]
     rows = rows_of(capsys, *words)
     assert [(row["precision"], row["bfloat16_products"]) for row in rows] == [
         ("32-true", None),
         ("bf16-true", "native"),
         ("bf16-true", "float32"),
+        ("bf16-mixed", "native"),
+        ("bf16-mixed", "float32"),
     ]
 
 

@@ -23,12 +23,13 @@ from workbench.errors import UserError, user_input
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from modules.batch import PackedBatch
     from modules.llama import Llama
 
-PRECISIONS = ("32-true", "bf16-true")
-DOCUMENTS, SIGMA, SEED = 18, 0.5, 0
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+DOCUMENTS, SIGMA, SEED, LEARNING_RATE = 18, 0.5, 0, 1e-4
 LOSS_TOLERANCE = 1e-4
 """Relative. Between float32 losses of one step that two libraries compute in different orders."""
 
@@ -61,7 +62,8 @@ def bench_step(
         tokens: context length.
         rounds: how often every subject has its turn.
         peers: other libraries that train the same weights on the same rows: names in PEERS.
-        precisions: of our own steps; bf16-true is measured with native products and with those of `precision.py`.
+        precisions: of our own steps; the two of bfloat16 are measured with native products and with those of
+            `modules/float32_products.py`, bf16-true with float32 master weights.
         strategies: what is measured; `full` is, whether or not it is among them.
     Returns:
         One row per subject: seconds (median per step), ratio to our 32-true step of the same strategy, speedup over
@@ -90,9 +92,9 @@ def bench_step(
         for peer in dict.fromkeys(peers):
             if strategy == "full" or peer not in FULL_ONLY:
                 steps[replace(base, subject=peer)] = _step(*PEERS[peer](_model(strategy, tokens), batch))
-        if "bf16-true" in precisions:
-            for products in ("native", "float32"):
-                subject = replace(base, precision="bf16-true", bfloat16_products=products)
+        for precision in dict.fromkeys(precisions):
+            for products in ("native", "float32") if precision != "32-true" else ():
+                subject = replace(base, precision=precision, bfloat16_products=products)
                 steps[subject] = _ours(subject, batch)
     _warm_up(steps)
     seconds = take_turns(steps, rounds=rounds, title=f"{tokens} tokens")
@@ -155,8 +157,9 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
     import torch
 
     from modules.attention.borders import Borders
-    from modules.loss import cross_entropy_sum
     from modules.float32_products import Float32Products
+    from modules.loss import cross_entropy_sum
+    from modules.optim import OptimizerConfig, build_optimizer
 
     model = _model(subject.strategy, batch.tokens_BT.shape[1])
     if subject.precision == "bf16-true":
@@ -164,11 +167,13 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
 
     def loss() -> Tensor:
         # Borders are made anew, as they are for every batch.
-        hidden_BTE = model(batch.tokens_BT, batch.position_BT, Borders.of(batch.document_BT))
-        loss_sum, targets = cross_entropy_sum(hidden_BTE, model.head_weight_VE, batch.labels_BT)
+        with torch.autocast("cpu", torch.bfloat16, enabled=subject.precision == "bf16-mixed"):
+            hidden_BTE = model(batch.tokens_BT, batch.position_BT, Borders.of(batch.document_BT))
+            loss_sum, targets = cross_entropy_sum(hidden_BTE, model.head_weight_VE, batch.labels_BT)
         return loss_sum / targets
 
-    step = _step(model, loss)
+    masters = subject.precision == "bf16-true"
+    step = _step(model, loss, build_optimizer(model, OptimizerConfig(learning_rate=LEARNING_RATE)) if masters else None)
 
     def with_products() -> float:
         with Float32Products() if subject.bfloat16_products == "float32" else nullcontext():
@@ -177,11 +182,11 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
     return with_products
 
 
-def _step(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], float]:
-    """What takes one training step and returns its loss."""
+def _step(model: nn.Module, loss: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], float]:
+    """What takes one training step, with AdamW unless told otherwise, and returns its loss."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def step() -> float:
         value = loss()
