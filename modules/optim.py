@@ -15,6 +15,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.lr_scheduler import LambdaLR
 
+from modules.precision import LOW_PRECISION_WEIGHTS
+
 Schedule = Literal["constant", "cosine"]
 MasterWeights = Literal["auto", "float32", "none"]
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -159,7 +161,7 @@ def check_master_weights(config: OptimizerConfig, precision: str) -> bool:
     Raises:
         ValueError: they are asked for where the weights are wide already.
     """
-    if precision in ("bf16-true", "16-true"):
+    if precision in LOW_PRECISION_WEIGHTS:
         return config.master_weights != "none"
     if config.master_weights == "float32":
         raise ValueError(

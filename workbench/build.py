@@ -20,9 +20,10 @@ from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
+from modules.compilation import why_no_compilation
 from modules.llama import Llama, LlamaConfig
 from modules.optim import check_master_weights
-from modules.precision import resolve_bfloat16_products
+from modules.precision import BFLOAT16_PRODUCTS, DTYPES, Bfloat16Products, check_precision, resolve_bfloat16_products
 from workbench.config import RunConfig
 from workbench.errors import UserError, user_input
 
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
     from modules.language_model import LanguageModel
 
 T = TypeVar("T")
-
-DTYPES = {
-    "32-true": torch.float32,
-    "64-true": torch.float64,
-    "bf16-true": torch.bfloat16,
-    "bf16-mixed": torch.bfloat16,
-    "16-true": torch.float16,
-    "16-mixed": torch.float16,
-}
-"""Lightning's precision names and the dtype that q and k leave their projections in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +46,7 @@ class Resolved:
     shape: LlamaConfig
     device_type: str
     kernel: str
-    bfloat16_products: str
+    bfloat16_products: Bfloat16Products
 
     def to_params(self) -> dict[str, Any]:
         """What `auto` became, for the run's params."""
@@ -63,7 +54,7 @@ class Resolved:
             "resolved.kernel": self.kernel,
             **self._kernel_details(),
             "resolved.device": self.device_type,
-            "resolved.bfloat16_products": self.bfloat16_products,
+            "resolved.bfloat16_products": self._products_in_words(),
             "resolved.master_weights": "float32" if self._has_master_weights() else "none",
             "resolved.anchor": self.data.anchor,
             "resolved.positions": self.data.positions,
@@ -72,6 +63,15 @@ class Resolved:
             "resolved.rope_type": self.shape.rope_scaling.rope_type,
             "resolved.original_max_position_embeddings": self.shape.rope_scaling.original_max_position_embeddings,
         }
+
+    @property
+    def compilation_leaves_products(self) -> bool:
+        """Whether bfloat16 products are torch's own on this CPU because the model is compiled."""
+        trainer = self.config.trainer
+        return trainer.compile and trainer.precision in BFLOAT16_PRODUCTS and self.device_type == "cpu"
+
+    def _products_in_words(self) -> str:
+        return "native (trainer.compile)" if self.compilation_leaves_products else self.bfloat16_products
 
     def _has_master_weights(self) -> bool:
         return check_master_weights(self.config.optimizer, self.config.trainer.precision)
@@ -117,8 +117,11 @@ def check(config: RunConfig) -> Resolved:
                 config.trainer.precision,
                 device_type=device_type,
                 bfloat16_products=config.trainer.bfloat16_products,
+                is_compiled=config.trainer.compile,
             )
         )
+        attempt(lambda: check_precision(config.trainer.precision, device_type=device_type))
+        attempt(lambda: _compilation(config, device_type))
         kernel = attempt(lambda: _kernel(config, strategy, device_type, shape))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
@@ -136,22 +139,21 @@ def check(config: RunConfig) -> Resolved:
 
 
 def _device_type(config: RunConfig) -> str:
-    asked, precision, devices = config.trainer.accelerator, config.trainer.precision, config.trainer.devices
+    asked, devices = config.trainer.accelerator, config.trainer.devices
     has_cuda = torch.cuda.is_available()
     if asked == "cuda" and not has_cuda:
         raise ValueError(
             "trainer.accelerator='cuda', but torch finds no CUDA device here. Set trainer.accelerator=auto."
         )
     device_type = "cuda" if has_cuda and asked != "cpu" else "cpu"
-    if device_type == "cpu" and precision.startswith("16-"):
-        # Lightning would silently compute bfloat16 for 16-mixed.
-        raise ValueError(
-            f"trainer.precision={precision!r} needs a GPU: float16 training on CPU is not real float16. "
-            "Set trainer.precision to bf16-mixed, bf16-true or 32-true."
-        )
     if device_type == "cuda" and devices > torch.cuda.device_count():
         raise ValueError(f"trainer.devices={devices}, but this machine has {torch.cuda.device_count()} CUDA devices.")
     return device_type
+
+
+def _compilation(config: RunConfig, device_type: str) -> None:
+    if config.trainer.compile and (reason := why_no_compilation(device_type)) is not None:
+        raise ValueError(f"trainer.compile=true cannot be had here. {reason} Or set trainer.compile=false.")
 
 
 def _decide_data(data: DataConfig, strategy: Strategy) -> DataConfig:
@@ -209,8 +211,11 @@ def module(resolved: Resolved) -> "LanguageModel":
     """The LightningModule."""
     from modules.language_model import LanguageModel
 
+    llama = model(resolved)
+    if resolved.config.trainer.compile:
+        llama.compile()  # in place, so that names of parameters and checkpoints stay; translated when first called
     return LanguageModel(
-        model(resolved),
+        llama,
         optimizer=resolved.config.optimizer,
         max_steps=resolved.config.trainer.max_steps,
         anchor_id=resolved.tokenizer.anchor_id if resolved.data.anchor == "every_document" else None,

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from datamodules.config import DataConfig
 from modules.attention.config import AttentionConfig
 from modules.optim import OptimizerConfig
+from modules.precision import ALIASES, PrecisionName
 from modules.presets import ModelConfig
 from modules.rotary import RotaryConfig
 from workbench.errors import UserError
@@ -27,11 +28,14 @@ from workbench.errors import UserError
 class TrainerConfig:
     """How long, in what precision and on what the model is trained."""
 
-    precision: Literal["32-true", "64-true", "bf16-true", "bf16-mixed", "16-true", "16-mixed"] = "32-true"
+    precision: PrecisionName = "32-true"
     """Lightning's names. `true`: weights and computation; `mixed`: float32 weights under autocast."""
     bfloat16_products: Literal["auto", "native", "float32"] = "auto"
     """Who multiplies bfloat16 matrices: the device, or float32 with one rounding to bfloat16 of each result, as tensor
     cores do. `auto` takes float32 on CPUs without bfloat16 instructions, where torch is about 26 times slower."""
+    compile: bool = False
+    """Whether torch.compile translates the model's forward and backward pass. bfloat16 products are then the device's
+    own, and roundings between operations that it fuses are dropped, those of the rotation excepted."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     devices: int = 1
     max_steps: int = 100
@@ -286,6 +290,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def _check_kind(key: str, value: Any, kinds: Mapping[str, Any]) -> str | None:
     """What OmegaConf would convert silently or explain poorly."""
     kind = kinds.get(key)
+    if kind is PrecisionName and str(value) in ALIASES:
+        return f"{key}={value!r} is an alias of Lightning's. Write {ALIASES[str(value)]}."
     if isinstance(value, str) and "${" in value:
         return f"{key}={value!r} refers to another value, which is not supported here. Write the value itself."
     if kind in (str, str | None) and isinstance(value, bool | int | float):

@@ -126,6 +126,7 @@ def _check_same_experiment(run: "Run", prepared: Prepared) -> None:
         f"{key} was {before.get(key, 'not set')} and is now {now.get(key, 'not set')}"
         for key in {**before, **now}
         if before and before.get(key) != now.get(key) and key not in free and not key.startswith("tracking.")
+        and key != "trainer.compile"  # the same weights: the tag `compile` says how the last attempt ran
     ]
     if tag(run, "data_digest") not in ("", prepared.data_digest):
         changed.append("the corpus or tokenizer has other content")

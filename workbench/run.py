@@ -1,6 +1,7 @@
 """Trains one config into one MLflow run that exists already, and says how it ended."""
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from rich.progress import Progress
 from datamodules.packed_text import PackedTextDataModule
 from datamodules.token_store import TokenStore
 from modules.language_model import LanguageModel, NonFiniteLossError
-from modules.precision import precision_plugin
+from modules.precision import cpu_has_bfloat16_products, precision_plugin
 from workbench import build, environment
 from workbench.callbacks import StepMetrics
 from workbench.checkpoints import check_checkpoint, checkpoint_step
@@ -87,6 +88,7 @@ def train(
         prepared = prepare()
         logger = None
         if tracker is not None:
+            _announce(prepared.resolved)
             _record_start(tracker, run_id, prepared)
             logger = RunLogger(tracker.client, run_id, folder)
         trainer = _trainer(prepared.resolved, folder, logger, status_file=status_file, progress=progress)
@@ -157,9 +159,7 @@ def _trainer(
     progress: Progress | None,
 ) -> lightning.Trainer:
     config = resolved.config.trainer
-    plugin = precision_plugin(
-        config.precision, device_type=resolved.device_type, bfloat16_products=config.bfloat16_products
-    )
+    plugin = precision_plugin(config.precision, resolved.bfloat16_products)
     every = resolved.config.evaluation.every or config.max_steps
     callbacks: list[lightning.Callback] = [
         StepMetrics(log_every=config.log_every, status_file=status_file, progress=progress),
@@ -203,6 +203,17 @@ def _checkpoint_callbacks(folder: Path, *, every: int | None, max_steps: int) ->
     ]
 
 
+def _announce(resolved: build.Resolved) -> None:
+    """Says on standard error what the settings alone do not."""
+    if resolved.compilation_leaves_products:
+        slow = "" if cpu_has_bfloat16_products() else "; this CPU has no bfloat16 instructions, so steps will be slow"
+        print(
+            "trainer.compile: products of bfloat16 are torch's own, the float32 ones of trainer.bfloat16_products are "
+            f"off{slow}.",
+            file=sys.stderr,
+        )
+
+
 def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     """Params, config, environment, dataset: all that is known before the first step."""
     resolved = prepared.resolved
@@ -220,6 +231,7 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
         {
             "kernel": resolved.kernel,
             "device": resolved.device_type,
+            "compile": str(resolved.config.trainer.compile).lower(),
             "device_name": _speed_device(surroundings),
             "host": surroundings["host"],
             "pid": str(os.getpid()),

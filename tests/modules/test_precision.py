@@ -8,11 +8,16 @@ import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import get_args
 
 import lightning
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.fabric.plugins.precision.precision import (
+    _PRECISION_INPUT_STR,
+    _PRECISION_INPUT_STR_ALIAS_CONVERSION,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -20,6 +25,11 @@ from torch.utils.data import DataLoader
 from modules import precision
 from modules.float32_products import Float32Products
 from modules.precision import (
+    ALIASES,
+    DTYPES,
+    LOW_PRECISION_WEIGHTS,
+    PrecisionName,
+    check_precision,
     cpu_has_bfloat16_products,
     precision_plugin,
     resolve_bfloat16_products,
@@ -483,7 +493,7 @@ def test_a_trainer_fits_with_the_plugin(kind, tmp_path):
     trainer = lightning.Trainer(
         max_steps=12,
         accelerator="cpu",
-        plugins=[precision_plugin(kind, device_type="cpu", bfloat16_products="float32")],
+        plugins=[precision_plugin(kind, "float32")],
         gradient_clip_val=1.0,
         val_check_interval=4,
         limit_val_batches=1,
@@ -533,7 +543,8 @@ def test_the_choice(monkeypatch, kind, device_type, setting, cpu_has_them, chose
     monkeypatch.setattr(precision, "cpu_has_bfloat16_products", lambda: cpu_has_them)
     arguments = {"device_type": device_type, "bfloat16_products": setting}
     assert resolve_bfloat16_products(kind, **arguments) == chosen
-    plugin = precision_plugin(kind, **arguments)
+    assert resolve_bfloat16_products(kind, **{**arguments, "bfloat16_products": "auto"}, is_compiled=True) == "native"
+    plugin = precision_plugin(kind, chosen)  # type: ignore[arg-type]
     assert (plugin is None) == (chosen == "native")
     assert plugin is None or plugin.precision == kind
 
@@ -542,7 +553,42 @@ def test_impossible_choices_name_setting_value_and_way_out():
     with pytest.raises(ValueError, match=r"trainer\.bfloat16_products='float32'.*'cuda'.*'auto'"):
         resolve_bfloat16_products("bf16-true", device_type="cuda", bfloat16_products="float32")
     with pytest.raises(ValueError, match=r"trainer\.bfloat16_products='fast'.*'auto'"):
-        precision_plugin("32-true", device_type="cpu", bfloat16_products="fast")
+        resolve_bfloat16_products("32-true", device_type="cpu", bfloat16_products="fast")
+    with pytest.raises(ValueError, match=r"trainer\.bfloat16_products='float32' and trainer\.compile=true.*'auto'"):
+        resolve_bfloat16_products("bf16-true", device_type="cpu", bfloat16_products="float32", is_compiled=True)
+
+
+def test_every_name_of_lightning_is_known_and_served_or_refused():
+    """Lightning's own list; what it would compute under each name, in its plugin's words."""
+    assert set(get_args(PrecisionName)) == set(get_args(_PRECISION_INPUT_STR)) == set(DTYPES)
+    assert ALIASES == _PRECISION_INPUT_STR_ALIAS_CONVERSION
+    refused = {"cpu": ("16-true", "16-mixed"), "cuda": ()}
+    for device_type, names in refused.items():
+        for name in DTYPES:
+            if name in names or name.startswith("transformer-engine"):
+                with pytest.raises(ValueError, match=rf"trainer\.precision='{name}'.*Set trainer\.precision to bf16"):
+                    check_precision(name, device_type=device_type)
+            else:
+                check_precision(name, device_type=device_type)
+
+
+@pytest.mark.parametrize("name", ["32-true", "64-true", "bf16-true", "bf16-mixed"])
+def test_what_is_served_computes_in_the_dtype_that_its_name_says(name, tmp_path):
+    seen = []
+
+    class Little(LittleLlama):
+        def training_step(self, tokens_BT: Tensor) -> Tensor:
+            seen.append((self.blocks[0].q(self.embedding(tokens_BT)).dtype, self.embedding.weight.dtype))
+            return super().training_step(tokens_BT)
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", precision=name, max_steps=1, logger=False, default_root_dir=tmp_path,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Little(), DataLoader(torch.zeros(2, 9, dtype=torch.int64), batch_size=2))
+    weights = {"bf16-true": BFLOAT16, "64-true": torch.float64}.get(name, torch.float32)
+    assert seen == [(DTYPES[name], weights)]
+    assert (weights == BFLOAT16) == (name in LOW_PRECISION_WEIGHTS)
 
 
 X86_LINUX = sys.platform == "linux" and os.uname().machine == "x86_64"

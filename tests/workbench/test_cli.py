@@ -46,6 +46,12 @@ def refused(capsys, home, *words) -> str:
         (["attention.kernel=reference", "data.context_length=9000"], ["attention.kernel='reference'", "8192"]),
         (["trainer.precision=16-mixed"], ["trainer.precision='16-mixed'", "GPU"]),
         (["trainer.precision=16-true"], ["trainer.precision='16-true'", "GPU"]),
+        (["trainer.precision=transformer-engine"], ["trainer.precision='transformer-engine'", "pickle", "bf16-mixed"]),
+        (["trainer.precision=transformer-engine-float16"], ["trainer.precision='transformer-engine-float16'"]),
+        (
+            ["trainer.compile=true", "trainer.precision=bf16-true", "trainer.bfloat16_products=float32"],
+            ["trainer.bfloat16_products='float32' and trainer.compile=true contradict"],
+        ),
         (["trainer.accelerator=cuda"], ["trainer.accelerator='cuda'"]),
         (["data.corpus=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.corpus=pyhton_stdlib"], ["data.corpus", "python_stdlib"]),
