@@ -119,14 +119,14 @@ def _earlier_run(config: RunConfig, home: Path, resume: str) -> "Run":
 
 def _check_same_experiment(run: "Run", prepared: Prepared) -> None:
     """A run's params say what it is; going on with others would make them lie."""
-    free = {".".join(path) for path in FREE_OF_IDENTITY}
+    # The tag `compile` says how the last attempt ran: what it trains is the same, up to rounding.
+    free = {".".join(path) for path in FREE_OF_IDENTITY} | {"trainer.compile"}
     before = {key: value for key, value in run.data.params.items() if not key.startswith("resolved.")}
     now = {key: param_text(value) for key, value in flatten(to_dict(prepared.resolved.config)).items()}
     changed = [
         f"{key} was {before.get(key, 'not set')} and is now {now.get(key, 'not set')}"
         for key in {**before, **now}
         if before and before.get(key) != now.get(key) and key not in free and not key.startswith("tracking.")
-        and key != "trainer.compile"  # the same weights: the tag `compile` says how the last attempt ran
     ]
     if tag(run, "data_digest") not in ("", prepared.data_digest):
         changed.append("the corpus or tokenizer has other content")

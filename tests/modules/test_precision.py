@@ -206,7 +206,7 @@ def units_apart(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("depth", [37, 1024])
 @pytest.mark.parametrize("positive", [True, False])
 def test_a_product_is_within_one_rounding_of_the_exact_and_of_the_native_one(depth, positive):
-    """Oracle: float64. Sums of numbers of one sign lose nothing in float32; of both, as much as their size lets them."""
+    """Oracle: float64. Sums of one sign lose nothing in float32; those of both what their operands' size makes them."""
     a, b = randn(64, depth), randn(depth, 48, seed=1)
     if positive:
         a, b = a.abs(), b.abs()
@@ -258,7 +258,8 @@ def test_memory_that_changes_hands_brings_no_old_numbers_back():
         with torch.autograd._unsafe_preserve_version_counter((first, memory)):
             memory.copy_(randn(96, 80, seed=2))
             address = memory.data_ptr()
-        second.set_(torch.frombuffer((ctypes.c_char * (2 * 96 * 80)).from_address(address), dtype=BFLOAT16).view(96, 80))
+        same_memory = (ctypes.c_char * memory.nbytes).from_address(address)
+        second.set_(torch.frombuffer(same_memory, dtype=BFLOAT16).view(96, 80))
         result = second @ weight
     assert second.data_ptr() == first.data_ptr() and torch.equal(result, (memory.float() @ weight.float()).bfloat16())
 

@@ -15,15 +15,19 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+import modules.llama
 from modules.attention.borders import Borders
 from modules.attention.strategies import STRATEGIES
 from modules.batch import PackedBatch
+from modules.compilation import why_no_compilation
 from modules.language_model import LanguageModel
 from modules.llama import Llama, LlamaConfig
 from modules.optim import OptimizerConfig
 from modules.rotary import RotaryConfig, rotary_tables
+from modules.rotary_frequencies import frequencies
 from modules.rotary_scaling import NO_SCALING, ScalingConfig
 
 POSITIONS = torch.tensor([[0, 1, 257, 1023, 4097, 65_537, 131_070, 131_071]])
@@ -142,15 +146,37 @@ def test_sharding_that_casts_inputs(name: str, one_process: Any) -> None:
     assert hidden == [torch.bfloat16]
 
 
+class Operations(TorchDispatchMode):
+    """Writes down the names of all that torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul", "einsum"}
+
+
 @every_scaling
-def test_a_lower_precision_of_matrix_products(name: str) -> None:
-    model = build(name)
-    expected, digest = handed_to_layers(model), model.frequency_digest()
+@pytest.mark.parametrize("precision", ["float32_scores", "float32", "compute", "low_positions"])
+def test_a_lower_precision_of_matrix_products(name: str, precision: str) -> None:
+    """Which has no effect on bits here, and could have none anywhere: no matrix product takes part."""
+    model = build(name, precision)
+    positions = torch.arange(120_000, 124_096)[None]
+    with Operations() as made:
+        expected = tuple(model.rotary_tables(positions, torch.float32))
+    assert "mul" in made.names and not made.names & PRODUCTS
+    handed, digest = handed_to_layers(model), model.frequency_digest()
     before = torch.get_float32_matmul_precision()
     try:
-        for precision in ("high", "medium"):
-            torch.set_float32_matmul_precision(precision)
-            assert_same(handed_to_layers(model), expected)
+        for setting in ("high", "medium"):
+            torch.set_float32_matmul_precision(setting)
+            assert_same(tuple(model.rotary_tables(positions, torch.float32)), expected)
+            assert_same(handed_to_layers(model), handed)
             assert model.frequency_digest() == digest
     finally:
         torch.set_float32_matmul_precision(before)
@@ -184,21 +210,30 @@ def handed_to_layers_on(model: Llama, device: str) -> tuple[Tensor, Tensor]:
 @every_scaling
 @pytest.mark.parametrize("longer", [511, 513, 131_071])
 def test_a_longer_sequence_changes_no_shorter_one(name: str, longer: int) -> None:
-    """Nor the other way round: what a model met before is not in its tables."""
+    """Nor the other way round: what a model, or another one of this process, met before is not in its tables."""
     short, long = torch.arange(100)[None], torch.arange(longer - 99, longer + 1)[None]
-    met_short_only, met_long_only = handed_to_layers(build(name), short), handed_to_layers(build(name), long)
     model = build(name)
-    for position_BT, expected in ((short, met_short_only), (long, met_long_only), (short, met_short_only)):
-        assert_same(handed_to_layers(model, position_BT), expected)
+    for position_BT in (short, long, short, long, short):
+        assert_same(handed_to_layers(model, position_BT), by_hand(name, position_BT, position_BT.max().item() + 1))
+    if name in ("dynamic", "longrope"):
+        changes = not torch.equal(by_hand(name, short, 100)[0], by_hand(name, short, longer + 1)[0])
+        assert changes == (longer + 1 > 512)
+
+
+def by_hand(name: str, position_BT: Tensor, length: float) -> tuple[Tensor, Tensor]:
+    """From the frequencies of that length."""
+    inverse_P, factor = frequencies(head_width=16, theta=5e5, scaling=SCALINGS[name], length=int(length))
+    angle_BTP = position_BT.float()[..., None] * inverse_P
+    angle_BTD = torch.cat((angle_BTP, angle_BTP), dim=-1)
+    return angle_BTD.cos() * factor, angle_BTD.sin() * factor
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_the_longest_sequence_of_a_batch_decides_for_the_batch(name: str) -> None:
     """As in transformers, which takes the largest position of the batch."""
     rows = torch.stack((torch.arange(100), torch.arange(600, 700)))
-    together, short = handed_to_layers(build(name), rows), handed_to_layers(build(name), rows[:1])
-    assert_same((together[0][1:], together[1][1:]), handed_to_layers(build(name), rows[1:]))
-    assert not torch.equal(together[0][:1], short[0])
+    assert_same(handed_to_layers(build(name), rows), by_hand(name, rows, 700))
+    assert not torch.equal(by_hand(name, rows, 700)[0][0], by_hand(name, rows[:1], 100)[0][0])
 
 
 @every_scaling
@@ -229,3 +264,70 @@ def test_the_cosine_far_out_is_the_true_one(width: int, theta: float, dtype: tor
     angle = torch.cat((angle, angle), dim=1)
     assert (made.cos_BTD[0].double() - angle.cos()).abs().max() < 2e-2
     assert (made.sin_BTD[0].double() - angle.sin()).abs().max() < 2e-2
+
+
+@every_scaling
+@pytest.mark.parametrize("theta", [1e4, 5e5, 2.5e8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_far_out_under_every_scaling(name: str, theta: float, dtype: torch.dtype) -> None:
+    """Against the same scaling's frequencies in float64, which other tests hold to transformers."""
+    scaling = SCALINGS[name]
+    position_BT = torch.arange(131_072 - 64, 131_072)[None]
+    made = rotary_tables(
+        position_BT, config=RotaryConfig(precision="float32"), head_width=16, theta=theta, compute_dtype=dtype,
+        scaling=scaling,
+    )  # fmt: skip
+    exact = frequencies(head_width=16, theta=theta, scaling=scaling, length=131_072, dtype=torch.float64)
+    angle_BTP = position_BT.double()[..., None] * exact.inverse_P
+    for ours, right in ((made.cos_BTD, angle_BTP.cos()), (made.sin_BTD, angle_BTP.sin())):
+        right = torch.cat((right, right), dim=-1) * exact.attention_factor
+        assert ours.dtype == torch.float32
+        assert (ours - right).abs().max() < 2e-2 * exact.attention_factor
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("default", torch.float32), ("yarn", torch.bfloat16), ("longrope", torch.bfloat16)]
+)
+def test_inside_a_compiled_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are made by Python, not by compiled code, whatever the backend does to the rest."""
+    torch.compiler.reset()
+    made: list[tuple[Tensor, Tensor]] = []
+    in_python: list[bool] = []
+    real = modules.llama.rotary_tables
+
+    def spy(*args: Any, **settings: Any) -> Any:
+        tables = real(*args, **settings)
+        made.append(tuple(tables))
+        in_python.append(not torch.compiler.is_compiling())
+        return tables
+
+    monkeypatch.setattr(modules.llama, "rotary_tables", spy)
+    model = build(name).to(dtype)
+    expected = handed_to_layers(model)
+    model.compile(backend="eager")
+    tokens_BT = torch.arange(POSITIONS.numel())[None]
+    for _ in range(2):
+        model(tokens_BT, POSITIONS, Borders.of(torch.ones_like(tokens_BT, dtype=torch.int32)))
+    assert len(made) == 3 and all(in_python)
+    for tables in made:
+        assert_same(tables, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_no_compilation("cpu") is not None, reason=str(why_no_compilation("cpu")))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inside_a_model_that_was_translated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own backend: what the layers multiply with has the bits of an uncompiled model."""
+    torch.compiler.reset()
+    made: list[tuple[Tensor, Tensor]] = []
+    real = modules.llama.rotary_tables
+    monkeypatch.setattr(
+        modules.llama, "rotary_tables", lambda *args, **settings: made.append(x := real(*args, **settings)) or x
+    )
+    for name in ("default", "yarn", "longrope"):
+        model = build(name).to(dtype)
+        expected = handed_to_layers(model)
+        model.compile()
+        tokens_BT = torch.arange(POSITIONS.numel())[None]
+        model(tokens_BT, POSITIONS, Borders.of(torch.ones_like(tokens_BT, dtype=torch.int32))).sum().backward()
+        assert_same(tuple(made[-1]), expected)

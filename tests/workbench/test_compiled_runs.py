@@ -48,15 +48,13 @@ def fit(
 
 @pytest.mark.slow
 @needs_a_compiler
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 2e-2), ("bf16-true", 2e-2)]
-)
+@pytest.mark.parametrize(("name", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 2e-2), ("bf16-true", 2e-2)])
 def test_a_compiled_run_trains_as_an_uncompiled_one(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, name: str, tolerance: float
 ) -> None:
     compiled_models = []
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, **settings: compiled_models.append(args) or real(*args, **settings))
+    real = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled_models.append(self) or real(self))
     plain = fit(experiment, tmp_path / "plain", monkeypatch, f"trainer.precision={name}")
     assert not compiled_models and "trainer.compile" not in capfd.readouterr().err
     settings = (f"trainer.precision={name}", "trainer.compile=true")
@@ -69,8 +67,8 @@ def test_a_compiled_run_trains_as_an_uncompiled_one(
         key: (x.shape, x.dtype) for key, x in plain[3].items()
     }
     assert not any("_orig_mod" in key for key in weights)
-    assert (params["trainer.compile"], tags["workbench.compile"]) == ("True", "true")
-    assert (plain[0]["trainer.compile"], plain[1]["workbench.compile"]) == ("False", "false")
+    assert (params["trainer.compile"], tags["workbench.compile"]) == ("true", "true")
+    assert (plain[0]["trainer.compile"], plain[1]["workbench.compile"]) == ("false", "false")
     if name == "32-true":
         assert params["resolved.bfloat16_products"] == "native" and "trainer.compile:" not in said
     else:
@@ -99,7 +97,7 @@ def test_a_run_goes_on_compiled_where_it_was_not_and_back(
         monkeypatch.setattr(LanguageModel, "training_step", step)
         words = ["trainer.checkpoint_every=1", f"trainer.compile={compiled}", *(["--resume"] if attempt else [])]
         params, tags, losses, weights = fit(experiment, home, monkeypatch, *words, code=1 if stop else 0)
-        assert (params["trainer.compile"], tags["workbench.compile"]) == ("False", compiled)
+        assert (params["trainer.compile"], tags["workbench.compile"]) == ("false", compiled)
     assert losses == pytest.approx(whole[2], rel=1e-5)
     assert weights.keys() == whole[3].keys()
 
@@ -130,7 +128,13 @@ def test_what_a_compiled_run_says_of_its_products(
     ],
 )
 def test_without_a_compiler_nothing_is_opened(
-    experiment: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, variable: str, value: str, parts: list[str]
+    experiment: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    variable: str,
+    value: str,
+    parts: list[str],
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert main(["fit", str(experiment), "trainer.compile=true", "trainer.accelerator=cpu"]) == 2
