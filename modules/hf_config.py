@@ -117,8 +117,9 @@ def _model_type(shape: LlamaConfig) -> str:
     if not shape.qk_norm and shape.attention_bias == shape.attention_output_bias:
         return "llama"
     raise ValueError(
-        f"attention_bias={biases[0]}, attention_output_bias={biases[1]}, mlp_bias={biases[2]}, qk_norm={shape.qk_norm}: "
-        "no architecture of transformers' has this combination, so the model cannot be exported."
+        f"attention_bias={biases[0]}, attention_output_bias={biases[1]}, mlp_bias={biases[2]}, "
+        f"qk_norm={shape.qk_norm}: no architecture of transformers' has this combination, so the model cannot be "
+        "exported."
     )
 
 
@@ -155,7 +156,7 @@ def _shape(given: Mapping[str, Any]) -> LlamaConfig:
     except ValueError as error:
         broken += str(error).splitlines()
     has_attention_bias = kind == "qwen2" or (kind in ("llama", "qwen3") and flag("attention_bias"))
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocabulary_size": number("vocab_size"),
         "width": width,
         "layers": number("num_hidden_layers"),
@@ -165,7 +166,7 @@ def _shape(given: Mapping[str, Any]) -> LlamaConfig:
         "hidden_width": number("intermediate_size"),
         "max_positions": number("max_position_embeddings"),
     }
-    flags = {
+    flags: dict[str, Any] = {
         "tied_embeddings": flag("tie_word_embeddings"),
         "attention_bias": has_attention_bias,
         "attention_output_bias": has_attention_bias and kind != "qwen2",

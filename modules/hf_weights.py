@@ -1,7 +1,7 @@
 """Weights of a Hugging Face checkpoint directory, read into a Llama and written from one, as safetensors alone.
 
-Names there carry `model.` in front of everything but `lm_head`. Pickle files are never opened: loading one runs whatever
-code it holds.
+Names there carry `model.` in front of everything but `lm_head`. Pickle files are never opened: loading one runs the
+code in it.
 
 Source: the safetensors format and Hugging Face's `model.safetensors.index.json`.
 """
@@ -102,7 +102,7 @@ def save_checkpoint(
         named = {_hugging_face_name(name): tensor.contiguous() for name, tensor in weights.items()}
         shards = _shards(named, shard_bytes)
         total = sum(tensor.nbytes for tensor in named.values())
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, start=1):
             file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             save_file({name: named[name] for name in names}, temporary / file, metadata={"format": "pt"})
@@ -141,8 +141,8 @@ def _files(directory: Path) -> list[Path]:
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
         if pickles:
             raise ValueError(
-                f"{directory}: holds its weights as pickle ({pickles[0]}), which is not opened, since that runs the code "
-                "in it. If you trust the file, load it with transformers there and write it anew: "
+                f"{directory}: holds its weights as pickle ({pickles[0]}), which is not opened, since that runs the "
+                "code in it. If you trust the file, load it with transformers and write it anew: "
                 "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
             )
         raise ValueError(f"{directory}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}.")

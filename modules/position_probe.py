@@ -1,4 +1,4 @@
-"""The same tokens at several positions through one model, layer by layer, with the place of RoPE's rounding as a choice.
+"""The same tokens at several positions through one model, layer by layer; where RoPE rounds is a choice.
 
     propagated   every position set runs its own forward pass: what a training or an evaluation meets
     shared       q and k of one float32 forward pass, turned by every set: the rotation alone

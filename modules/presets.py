@@ -70,9 +70,11 @@ class ModelConfig:
     """Which model is trained."""
 
     preset: str = "debug"
-    """A name in PRESETS."""
+    """A name in PRESETS: a shape with random weights."""
+    checkpoint: str | None = None
+    """A Hugging Face checkpoint to start from, a directory or a name on the hub (`org/name`), instead of a preset."""
     max_positions: int | None = None
-    """Positions the model is made for. None: the preset's."""
+    """Positions the model is made for. None: the preset's or checkpoint's."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of `LlamaConfig` that differ from the preset. Without `head_width` a head is width / heads wide."""
 
@@ -80,6 +82,19 @@ class ModelConfig:
         broken = []
         if self.preset not in PRESETS:
             broken.append(f"model.preset={self.preset!r} is not known.{_suggestion(self.preset, list(PRESETS))}")
+        if self.checkpoint is not None:
+            if not self.checkpoint:
+                broken.append("model.checkpoint is empty. Name a directory or a model of the hub, or leave it out.")
+            if self.preset != "debug":
+                broken.append(
+                    f"model.preset={self.preset!r} and model.checkpoint={self.checkpoint!r} both decide the shape. "
+                    "Leave one out."
+                )
+            if self.overrides:
+                broken.append(
+                    f"model.overrides={self.overrides!r}: a checkpoint's shape is that of its weights. Leave them out; "
+                    "frequencies change by rotary.theta and rotary.scaling, positions by model.max_positions."
+                )
         if self.max_positions is not None and self.max_positions < 1:
             broken.append(f"model.max_positions={self.max_positions} must be at least 1, or null for the preset's.")
         if (
@@ -99,7 +114,12 @@ class ModelConfig:
             raise ValueError("\n".join(broken))
 
     def resolve(
-        self, vocabulary_size: int, rope_theta: float | None = None, rope_scaling: ScalingConfig | None = None
+        self,
+        vocabulary_size: int,
+        rope_theta: float | None = None,
+        rope_scaling: ScalingConfig | None = None,
+        *,
+        own: LlamaConfig | None = None,
     ) -> LlamaConfig:
         """The complete shape.
 
@@ -108,15 +128,16 @@ class ModelConfig:
             rope_theta: `rotary.theta`, which wins over the preset's; None where it is not set.
             rope_scaling: `rotary.scaling`, which wins over the preset's where it names a type. The original length
                 it leaves open is the preset's.
+            own: the checkpoint's shape, instead of the preset's.
         Raises:
             ValueError: the tokenizer does not fit the vocabulary, sizes do not fit one another, or theta is set
                 twice; all broken rules at once, with their keys.
         """
-        preset = PRESETS[self.preset]
-        shape = {f.name: getattr(preset, f.name) for f in fields(preset)} | self.overrides
+        base = PRESETS[self.preset] if own is None else own
+        shape = {f.name: getattr(base, f.name) for f in fields(base)} | self.overrides
         broken = []
         if rope_scaling is not None:
-            shape["rope_scaling"] = rope_scaling.completed(preset.rope_scaling, max_positions=preset.max_positions)
+            shape["rope_scaling"] = rope_scaling.completed(base.rope_scaling, max_positions=base.max_positions)
         if self.max_positions is not None:
             shape["max_positions"] = self.max_positions
         if rope_theta is not None:
@@ -129,9 +150,12 @@ class ModelConfig:
         if shape["vocabulary_size"] is None:
             shape["vocabulary_size"] = vocabulary_size
         elif vocabulary_size > shape["vocabulary_size"]:
+            where, remedy = "model.overrides.vocabulary_size", f"Set it to at least {vocabulary_size}, or "
+            if own is not None:
+                where, remedy = f"model.checkpoint={self.checkpoint!r}", "Set "
             broken.append(
-                f"model.overrides.vocabulary_size: the model has {shape['vocabulary_size']} tokens, the tokenizer "
-                f"{vocabulary_size}. Set it to at least {vocabulary_size}, or data.tokenizer to a smaller one."
+                f"{where}: the model has {shape['vocabulary_size']} tokens, the tokenizer {vocabulary_size}. {remedy}"
+                "data.tokenizer to a smaller one."
             )
         if "head_width" not in shape:
             width, heads = shape["width"], shape["heads"]

@@ -8,8 +8,8 @@ j in one head, s_ij its score before the softmax, T tokens, both counted from 0:
     row deviation      mean over layers, heads, rows i of sum over columns j of |a_ij - a_ij at the reference|
     first-token share  what column 0 adds to that sum, of all of it
 
-T - j rows can see column j. Attention is causal, so the first n rows are a shorter sequence: one pass gives all lengths.
-Scores are q . k / sqrt(D). Scores and softmax are float32, or float64 where q is.
+T - j rows can see column j. Attention is causal, so the first n rows are a shorter sequence: one pass gives all
+lengths. Scores are q . k / sqrt(D). Scores and softmax are float32, or float64 where q is.
 
 Shape letters: S position sets, without the reference in what is measured; N lengths; L layers; H query heads; G key and
 value heads; T tokens; R rows computed at once; C columns that they see; D width of a head; W heads side by side.
@@ -110,7 +110,9 @@ class DeviationSums:
 
     def result(self) -> ShiftDeviation:
         """Of all layers so far."""
-        head, row, first, logit = (torch.stack(part, dim=-2).transpose(0, 1) for part in zip(*self._layers, strict=True))
+        head, row, first, logit = (
+            torch.stack(part, dim=-2).transpose(0, 1) for part in zip(*self._layers, strict=True)
+        )
         return ShiftDeviation(
             lengths=self.lengths, head_SNLH=head, row_SNLH=row, first_SNLH=first, logit_SNLH=logit,
             token_ST=self._token_ST,

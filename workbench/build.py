@@ -17,15 +17,18 @@ from datamodules.config import DataConfig
 from datamodules.packing import PackPlan
 from datamodules.splits import PackedPart, plan_parts
 from datamodules.token_store import TokenStore
-from datamodules.tokenizers import Tokenizer, load_tokenizer
+from datamodules.tokenizers import BYTE, Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
 from modules.compilation import why_no_compilation
+from modules.hf_config import read_shape
+from modules.hf_weights import check_weights, load_weights
 from modules.llama import Llama, LlamaConfig
 from modules.optim import check_master_weights
 from modules.precision import BFLOAT16_PRODUCTS, DTYPES, Bfloat16Products, check_precision, resolve_bfloat16_products
 from workbench.config import RunConfig
 from workbench.errors import UserError, user_input
+from workbench.pretrained import TOKENIZER_FILE, checkpoint_digest, checkpoint_directory
 
 if TYPE_CHECKING:
     from datamodules.packed_text import PackedTextDataModule
@@ -47,6 +50,10 @@ class Resolved:
     device_type: str
     kernel: str
     bfloat16_products: Bfloat16Products
+    checkpoint: Path | None = None
+    """Directory of the weights to start from."""
+    checkpoint_digest: str | None = None
+    """Their content."""
 
     def to_params(self) -> dict[str, Any]:
         """What `auto` became, for the run's params."""
@@ -58,6 +65,7 @@ class Resolved:
             "resolved.master_weights": "float32" if self._has_master_weights() else "none",
             "resolved.anchor": self.data.anchor,
             "resolved.positions": self.data.positions,
+            "resolved.checkpoint_digest": self.checkpoint_digest,
             "resolved.vocabulary_size": self.shape.vocabulary_size,
             "resolved.rope_theta": self.shape.rope_theta,
             "resolved.rope_type": self.shape.rope_scaling.rope_type,
@@ -106,8 +114,11 @@ def check(config: RunConfig) -> Resolved:
     strategy = config.attention.resolve()
     device_type = attempt(lambda: _device_type(config))
     data = attempt(lambda: _decide_data(config.data, strategy))
-    tokenizer = attempt(lambda: _tokenizer(config.data))
-    shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2))
+    checkpoint = attempt(lambda: _checkpoint(config))
+    tokenizer = shape = None
+    if checkpoint is not None or config.model.checkpoint is None:
+        tokenizer = attempt(lambda: tokenizer_of(config, checkpoint))
+        shape = attempt(lambda: shape_of(config, checkpoint, tokenizer.vocabulary_size if tokenizer else 2))
     attempt(lambda: _schedule(config))
     attempt(lambda: check_master_weights(config.optimizer, config.trainer.precision))
     products = kernel = None
@@ -135,6 +146,8 @@ def check(config: RunConfig) -> Resolved:
         device_type=device_type,
         kernel=kernel,
         bfloat16_products=products,
+        checkpoint=checkpoint,
+        checkpoint_digest=checkpoint_digest(checkpoint) if checkpoint else None,
     )
 
 
@@ -170,12 +183,43 @@ def _schedule(config: RunConfig) -> None:
         )
 
 
-def _tokenizer(data: DataConfig) -> Tokenizer:
-    return load_tokenizer(data.tokenizer, data.anchor_token, data.end_of_document)
+def _checkpoint(config: RunConfig) -> Path | None:
+    """Where the weights to start from lie, once they are known to be whole and to fit their own description."""
+    if config.model.checkpoint is None:
+        return None
+    try:
+        directory = checkpoint_directory(config.model.checkpoint)
+        check_weights(directory, read_shape(directory))
+    except ValueError as error:
+        raise ValueError("\n".join(f"model.checkpoint: {line}" for line in str(error).splitlines())) from error
+    return directory
 
 
-def _shape(config: RunConfig, vocabulary_size: int) -> LlamaConfig:
-    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling)
+def tokenizer_of(config: RunConfig, checkpoint: Path | None) -> Tokenizer:
+    """The tokenizer asked for, else the checkpoint's, else bytes.
+
+    Raises:
+        ValueError: it cannot be read, or the checkpoint has none.
+    """
+    spec = config.data.tokenizer
+    if spec is None and checkpoint is not None:
+        spec = str(checkpoint / TOKENIZER_FILE)
+        if not Path(spec).is_file():
+            raise ValueError(
+                f"data.tokenizer=null: {checkpoint} has no {TOKENIZER_FILE}. Set data.tokenizer to the path of the "
+                "tokenizer that the checkpoint was trained with."
+            )
+    return load_tokenizer(spec or BYTE, config.data.anchor_token, config.data.end_of_document)
+
+
+def shape_of(config: RunConfig, checkpoint: Path | None, vocabulary_size: int) -> LlamaConfig:
+    """The shape that a config describes.
+
+    Raises:
+        ValueError: settings that do not fit one another, or the rows.
+    """
+    own = read_shape(checkpoint) if checkpoint else None
+    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling, own=own)
     length = config.data.context_length
     if config.model.max_positions is None and "max_positions" not in config.model.overrides:
         return replace(shape, max_positions=max(shape.max_positions, length))
@@ -204,7 +248,13 @@ def _kernel(config: RunConfig, strategy: Strategy, device_type: str, shape: Llam
 def model(resolved: Resolved) -> Llama:
     """The Llama with the config's initial weights, in float32 (Lightning's precision plugin casts it)."""
     torch.manual_seed(resolved.config.seed)
-    return Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
+    with torch.device("cpu" if resolved.checkpoint is None else "meta"):
+        llama = Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
+    if resolved.checkpoint is not None:
+        llama.to_empty(device="cpu")
+        with user_input():
+            load_weights(llama, resolved.checkpoint)
+    return llama
 
 
 def module(resolved: Resolved) -> "LanguageModel":

@@ -16,12 +16,34 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run's folder, by rising step."""
+    found = {path: checkpoint_step(path) for path in (folder / "checkpoints").glob("step=*.ckpt")}
+    return sorted((path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0)
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of a run's folder with the most steps."""
-    found = {path: checkpoint_step(path) for path in (folder / "checkpoints").glob("step=*.ckpt")}
-    return max(
-        (path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0, default=None
-    )
+    return next(reversed(checkpoints(folder)), None)
+
+
+def read_state(path: Path, *, device: str | None = None, mmap: bool = False) -> "dict[str, Tensor]":
+    """A checkpoint's parameters by name.
+
+    Args:
+        path: the file.
+        device: `meta` for shapes alone.
+        mmap: tensors stay in the file until they are read.
+    Raises:
+        UserError: the file cannot be read.
+    """
+    import torch
+
+    try:
+        state: dict[str, Tensor] = torch.load(path, map_location=device, mmap=mmap, weights_only=True)["state_dict"]
+    except Exception as error:  # torch raises many kinds for a broken or foreign file
+        raise UserError(f"{path}: is no checkpoint that can be read: {error}") from error
+    return state
 
 
 def check_checkpoint(path: Path, module: "nn.Module") -> None:
@@ -30,12 +52,7 @@ def check_checkpoint(path: Path, module: "nn.Module") -> None:
     Raises:
         UserError: the file cannot be read, or holds a model of another shape.
     """
-    import torch
-
-    try:
-        saved = torch.load(path, map_location="meta", weights_only=True)["state_dict"]
-    except Exception as error:  # torch raises many kinds for a broken or foreign file
-        raise UserError(f"{path}: is no checkpoint that can be read: {error}") from error
+    saved = read_state(path, device="meta")
     own = module.state_dict()
     for name in [*own, *(name for name in saved if name not in own)]:
         there, here = saved.get(name), own.get(name)

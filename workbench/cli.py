@@ -92,6 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--csv", action="store_true", help="print CSV in full precision")
     _add_json(form)
 
+    _add_probe(commands)
+
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(required=True, metavar="SUBJECT")
     _add_bench_attention(subjects)
@@ -108,6 +110,42 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
     )
     parser.set_defaults(command=run)
     return parser
+
+
+def _add_probe(commands: Any) -> None:
+    probe = _command(commands, "probe", _probe, "how far RoPE is from relative in a model, at each precision")
+    probe.add_argument(
+        "model", help="checkpoint directory, preset (random weights), MLflow run id, or org/name of the hub"
+    )
+    size = probe.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="one sequence, 4 shifts: under a minute for 135M parameters")
+    size.add_argument("--paper", action="store_true", help="the settings of arXiv 2411.13476; hours on a CPU")
+    probe.add_argument("--mode", help="propagated (default): a forward pass for each shift; shared: the rotation alone")
+    probe.add_argument("--tokens", type=int, help="length of a sequence (default: 512)")
+    probe.add_argument("--lengths", type=int, nargs="+", help="prefixes to report too (default: 64 128 ...)")
+    probe.add_argument("--sequences", type=int, help="(default: 4)")
+    probe.add_argument("--shifts", type=int, nargs="+", help="first positions to compare (default: 0 18 ... 65536)")
+    probe.add_argument("--reference-shift", type=int, help="what they are compared with (default: 16)")
+    probe.add_argument("--precisions", nargs="+", metavar="NAME", help="rotary.precision (default: all four)")
+    probe.add_argument(
+        "--dtypes", nargs="+", metavar="NAME", help="of weights and activations (default: bfloat16 float32)"
+    )
+    probe.add_argument(
+        "--rotary-dtypes", nargs="+", metavar="NAME", help="q and k turn in these (default: the activations')"
+    )
+    probe.add_argument("--formats", nargs="+", metavar="NAME", help="emulated number formats, as e8m5 or tfloat32")
+    probe.add_argument("--mantissa-bits", type=int, nargs="+", metavar="N", help="formats e8mN, 2 to 23")
+    probe.add_argument("--rounded", nargs="+", metavar="WHAT", help="to a format: tables, rotated, both (default)")
+    probe.add_argument(
+        "--offsets", type=int, nargs="*", help="of packed rows whose logits are compared (default: 0 65536)"
+    )
+    probe.add_argument("--no-random-weights", action="store_true", help="leave out the same shape with random weights")
+    probe.add_argument("--corpus", help="(default: python_stdlib)")
+    probe.add_argument("--tokenizer", help="(default: the model's own; of a preset, byte)")
+    probe.add_argument("--seed", type=int, help="of random weights and the choice of text (default: 0)")
+    probe.add_argument("--device", help="cpu (default) or cuda")
+    probe.add_argument("--max-memory", type=float, metavar="GB", help="refuse what needs more (default: the machine's)")
+    _add_json(probe)
 
 
 def _add_bench_attention(subjects: Any) -> None:
@@ -277,6 +315,27 @@ def _report(asked: argparse.Namespace) -> int:
         print(as_csv(report), end="")
     else:
         print_report(report)
+    return 0
+
+
+def _probe(asked: argparse.Namespace) -> int:
+    from dataclasses import fields
+
+    from workbench.probe.probe import probe
+    from workbench.probe.settings import PAPER, QUICK, ProbeSettings
+    from workbench.probe.tables import print_probe
+
+    given = {f.name: value for f in fields(ProbeSettings) if (value := getattr(asked, f.name, None)) is not None}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if asked.mantissa_bits:
+        given["formats"] = (*given.get("formats", ()), *(f"e8m{bits}" for bits in asked.mantissa_bits))
+    if asked.no_random_weights:
+        given["random_weights"] = False
+    if asked.max_memory is not None:
+        given["max_memory_gigabytes"] = asked.max_memory
+    settings = ProbeSettings(**{**(QUICK if asked.quick else PAPER if asked.paper else {}), **given})
+    document = probe(asked.model, settings)
+    _print_json(document) if asked.json else print_probe(settings, document["rows"], document["consistency"])
     return 0
 
 

@@ -77,7 +77,12 @@ def _open_run(tracker: Tracker, prepared: Prepared, earlier: "Run | None") -> st
         tracker.reopen(earlier.info.run_id)
         tracker.set_tags(earlier.info.run_id, {**here, "attempt": attempt})
         return str(earlier.info.run_id)
-    known = identity(config, data_digest=prepared.data_digest, device_type=prepared.resolved.device_type)
+    known = identity(
+        config,
+        data_digest=prepared.data_digest,
+        checkpoint_digest=prepared.resolved.checkpoint_digest,
+        device_type=prepared.resolved.device_type,
+    )
     tags = {
         "kind": "fit",
         "seed": str(config.seed),

@@ -8,7 +8,8 @@ from workbench.config import RunConfig, to_dict
 from workbench.environment import code_version, device_name
 
 FREE_OF_IDENTITY = (("name",), ("tracking",), ("data", "corpus"), ("data", "tokenizer"), ("data", "workers"))
-"""Settings that two equal trials may differ in. Corpus and tokenizer count by content, through the data digest."""
+"""Settings that two equal trials may differ in. Corpus and tokenizer count by content, through the data digest.
+`model.checkpoint` counts by content too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +28,10 @@ class Identity:
         return hashlib.sha256(f"{self.config} {self.code}".encode()).hexdigest()[:16]
 
 
-def identity(config: RunConfig, *, data_digest: str, device_type: str) -> Identity:
+def identity(config: RunConfig, *, data_digest: str, checkpoint_digest: str | None, device_type: str) -> Identity:
     """The identity of a config on this machine."""
     kept = to_dict(config)
+    kept["model"]["checkpoint"] = checkpoint_digest
     for *path, last in FREE_OF_IDENTITY:
         section = kept
         for part in path:

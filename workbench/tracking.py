@@ -165,6 +165,14 @@ def store_uri(home: Path) -> str:
     return f"sqlite:///{store_path(home)}"
 
 
+def existing_client(home: Path) -> "MlflowClient | None":
+    """The store's client, for runs of any experiment, where there is a store already; never makes one."""
+    if not store_path(home).is_file():
+        return None
+    with _initialisation_lock(home):
+        return _open(home)
+
+
 def _open(home: Path) -> "MlflowClient":
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     for chatty in ("mlflow.store.db.utils", "alembic"):

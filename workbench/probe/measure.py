@@ -93,9 +93,7 @@ class Probe:
         sets = len(self._shifted_ST) + (len(self._in_row_ST) if self.settings.offsets else 0)
         return one * conditions * sets
 
-    def run(
-        self, *, on_layer: Callable[[], object], on_estimate: Callable[[float], object]
-    ) -> list[ConditionResult]:
+    def run(self, *, on_layer: Callable[[], object], on_estimate: Callable[[float], object]) -> list[ConditionResult]:
         """All conditions' results, in the settings' order.
 
         Args:
@@ -126,18 +124,14 @@ class Probe:
             for condition in conditions:
                 rotation = condition.rotation()
                 if self.settings.mode == "propagated":
-                    propagate(
-                        model, sequence_T, self._shifted_ST, rotation, sums=sums[condition], on_layer=on_layer
-                    )
+                    propagate(model, sequence_T, self._shifted_ST, rotation, sums=sums[condition], on_layer=on_layer)
                 deviations[condition].append(sums[condition].result())
                 if self.settings.offsets:
                     hidden_STE = propagate(
                         model, row_T, self._in_row_ST, rotation, document_T=self._document_T, on_layer=on_layer
                     )
                     consistency[condition].append(compare_logits(model, hidden_STE))
-        return [
-            ConditionResult(condition=c, deviations=deviations[c], consistency=consistency[c]) for c in conditions
-        ]
+        return [ConditionResult(condition=c, deviations=deviations[c], consistency=consistency[c]) for c in conditions]
 
     def _sums(self) -> DeviationSums:
         return DeviationSums(shifts=len(self.settings.shifts), lengths=self.settings.all_lengths())
@@ -150,7 +144,7 @@ class Probe:
         )  # fmt: skip
         if kind == "native":
             return nullcontext()
-        from modules.precision import Float32Products
+        from modules.float32_products import Float32Products
 
         return Float32Products()
 
@@ -166,13 +160,11 @@ def check_memory(settings: ProbeSettings, shape: LlamaConfig) -> None:
     needed = memory_bytes(settings, shape, settings.tokens) / 1e9
     if needed <= bound:
         return
-    fitting = next(
-        (n for n in range(settings.tokens, 7, -8) if memory_bytes(settings, shape, n) / 1e9 <= bound), None
-    )
+    fitting = next((n for n in range(settings.tokens, 7, -8) if memory_bytes(settings, shape, n) / 1e9 <= bound), None)
     remedy = f"--tokens {fitting} would fit" if fitting else "the weights alone do not fit"
     asked = "" if settings.max_memory_gigabytes else " (this machine's memory)"
     raise UserError(
-        f"--tokens {settings.tokens}: needs about {needed:.1f} GB of memory, more than --max-memory {bound:.3g}{asked}; "
+        f"--tokens {settings.tokens}: needs about {needed:.2f} GB of memory, more than --max-memory {bound:.3g}{asked}; "
         f"{remedy}. Fewer --shifts need less too."
     )
 

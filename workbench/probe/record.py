@@ -22,8 +22,10 @@ EXPERIMENT = "probe"
 
 
 @contextmanager
-def recorded(tracker: Tracker, model: str, settings: ProbeSettings, facts: dict[str, Any]) -> Iterator[str]:
-    """A run that is RUNNING inside and has a true status afterwards; yields its id.
+def recorded(
+    tracker: Tracker, model: str, settings: ProbeSettings, facts: dict[str, Any]
+) -> Iterator[tuple[Tracker, str]]:
+    """A run that is RUNNING inside and has a true status afterwards; yields the store and the run's id.
 
     Args:
         tracker: the store.
@@ -35,7 +37,7 @@ def recorded(tracker: Tracker, model: str, settings: ProbeSettings, facts: dict[
     try:
         tracker.log_params(run_id, {"model": model, **dataclasses.asdict(settings), **facts})
         tracker.client.log_dict(run_id, environment.describe(settings.device), "environment.json")
-        yield run_id
+        yield tracker, run_id
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt)
         tracker.close(

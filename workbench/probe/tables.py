@@ -70,7 +70,7 @@ def head_rows(settings: ProbeSettings, results: Iterable[ConditionResult]) -> li
                             "head": head,
                             "deviation": float(mean.head_SNLH[at]),
                             "row_deviation": float(mean.row_SNLH[at]),
-                            "first_token_share": float(mean.first_SNLH[at] / mean.row_SNLH[at]) if mean.row_SNLH[at] else 0.0,
+                            "first_token_share": float(mean.first_SNLH[at] / mean.row_SNLH[at].clamp(min=1e-300)),
                             "logit_deviation": float(mean.logit_SNLH[at]),
                         }
                     )
@@ -96,46 +96,55 @@ def as_csv(rows: list[dict[str, Any]]) -> str:
 
 
 def print_probe(settings: ProbeSettings, rows: list[dict[str, Any]], consistency: list[dict[str, Any]]) -> None:
-    """The terminal's tables: D of whole sequences over shifts, and logits over offsets."""
+    """The terminal's tables: deviations of whole sequences over shifts, and of logits over offsets."""
+    _print_table(
+        f"{settings.sequences} sequence{'s' * (settings.sequences > 1)} of {settings.tokens} tokens, {settings.mode}, "
+        f"against shift {settings.reference_shift}",
+        ("shift", "D", "row deviation", "1st token", "D_logit"),
+        [
+            (
+                row,
+                f"{row['shift']:,}",
+                _number(row["deviation"]),
+                _number(row["row_deviation"]),
+                f"{row['first_token_share']:.1%}" if row["row_deviation"] else "-",
+                _number(row["logit_deviation"]),
+            )
+            for row in rows
+            if row["tokens"] == settings.tokens
+        ],
+    )
+    if consistency:
+        print()
+        _print_table(
+            "Logits of packed documents, continuous positions against restarting ones",
+            ("row begins at", "mean KL", "largest difference"),
+            [
+                (row, f"{row['offset']:,}", _number(row["mean_kl"]), _number(row["max_logit_difference"]))
+                for row in consistency
+            ],
+        )
+
+
+def _print_table(title: str, columns: tuple[str, ...], lines: list[tuple[Any, ...]]) -> None:
+    """Each line a row, of whose condition the label is shown where it changes, and texts."""
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    whole = [row for row in rows if row["tokens"] == settings.tokens]
-    table = Table(
-        title=f"How far RoPE is from relative: {settings.tokens} tokens, {settings.mode}, "
-        f"{settings.sequences} sequence{'s' * (settings.sequences > 1)}, against shift {settings.reference_shift}",
-        title_justify="left", header_style="bold", box=None,
-    )  # fmt: skip
-    for name in ("weights", "activations", "rotation", "rounding", "shift", "D", "row deviation", "first token", "D_logit"):
-        table.add_column(name, justify="left" if name in ("weights", "activations", "rotation", "rounding") else "right")
-    last: tuple[str, ...] = ()
-    for row in whole:
-        names = (row["weights"], row["dtype"], row["rotary_dtype"], row["rotary_precision"])
-        table.add_row(
-            *(names if names != last else ("", "", "", "")),
-            f"{row['shift']:,}",
-            _number(row["deviation"]),
-            _number(row["row_deviation"]),
-            f"{row['first_token_share']:.1%}" if row["row_deviation"] else "-",
-            _number(row["logit_deviation"]),
-        )
-        last = names
-    console.print(table)
-    if consistency:
-        table = Table(
-            title="Logits of packed documents, continuous positions against restarting ones",
-            title_justify="left", header_style="bold", box=None,
-        )  # fmt: skip
-        for name in ("weights", "activations", "rotation", "rounding", "offset", "mean KL", "largest difference"):
-            table.add_column(name, justify="right" if name[0] in "oml" else "left")
-        for row in consistency:
-            table.add_row(
-                row["weights"], row["dtype"], row["rotary_dtype"], row["rotary_precision"], f"{row['offset']:,}",
-                _number(row["mean_kl"]), _number(row["max_logit_difference"]),
-            )  # fmt: skip
-        console.print()
-        console.print(table)
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    table.add_column("condition", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for row, *texts in lines:
+        label = _condition(row).label
+        table.add_row("" if label == last else label, *texts)
+        last = label
+    Console().print(table)
+
+
+def _condition(row: Mapping[str, Any]) -> Condition:
+    return Condition(**{key: row[key] for key in ("dtype", "rotary_dtype", "rotary_precision", "weights")})
 
 
 def _names(condition: Condition) -> Mapping[str, str]:
