@@ -124,7 +124,7 @@ def _add_probe(commands: Any) -> None:
     probe.add_argument("--tokens", type=int, help="length of a sequence (default: 512)")
     probe.add_argument("--lengths", type=int, nargs="+", help="prefixes to report too (default: 64 128 ...)")
     probe.add_argument("--sequences", type=int, help="(default: 4)")
-    probe.add_argument("--shifts", type=int, nargs="+", help="first positions to compare (default: 0 18 ... 65536)")
+    probe.add_argument("--shifts", type=int, nargs="+", help="first positions to compare (default: 0 18 ... 32768)")
     probe.add_argument("--reference-shift", type=int, help="what they are compared with (default: 16)")
     probe.add_argument("--precisions", nargs="+", metavar="NAME", help="rotary.precision (default: all four)")
     probe.add_argument(
@@ -137,7 +137,7 @@ def _add_probe(commands: Any) -> None:
     probe.add_argument("--mantissa-bits", type=int, nargs="+", metavar="N", help="formats e8mN, 2 to 23")
     probe.add_argument("--rounded", nargs="+", metavar="WHAT", help="to a format: tables, rotated, both (default)")
     probe.add_argument(
-        "--offsets", type=int, nargs="*", help="of packed rows whose logits are compared (default: 0 65536)"
+        "--offsets", type=int, nargs="*", help="of packed rows whose logits are compared (default: 0 32768)"
     )
     probe.add_argument("--no-random-weights", action="store_true", help="leave out the same shape with random weights")
     probe.add_argument("--corpus", help="(default: python_stdlib)")

@@ -220,7 +220,7 @@ def test_a_config_of_something_else_is_refused(changed, message, tmp_path):
     theirs("llama 2").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    with pytest.raises(ValueError, match="config.json: ") as error:
+    with pytest.raises(ValueError, match=r"config\.json: ") as error:
         read_shape(tmp_path)
     assert message in str(error.value)
 

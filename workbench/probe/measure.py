@@ -164,8 +164,8 @@ def check_memory(settings: ProbeSettings, shape: LlamaConfig) -> None:
     remedy = f"--tokens {fitting} would fit" if fitting else "the weights alone do not fit"
     asked = "" if settings.max_memory_gigabytes else " (this machine's memory)"
     raise UserError(
-        f"--tokens {settings.tokens}: needs about {needed:.2f} GB of memory, more than --max-memory {bound:.3g}{asked}; "
-        f"{remedy}. Fewer --shifts need less too."
+        f"--tokens {settings.tokens}: needs about {needed:.2f} GB of memory, more than --max-memory {bound:.3g}{asked}"
+        f"; {remedy}. Fewer --shifts need less too."
     )
 
 

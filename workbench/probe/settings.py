@@ -34,7 +34,7 @@ class ProbeSettings:
     sequences: int = 4
     reference_shift: int = 16
     """s2: position of the first token in what the others are compared with."""
-    shifts: tuple[int, ...] = (0, 18, 100, 1000, 8192, 65536)
+    shifts: tuple[int, ...] = (0, 18, 100, 1000, 8192, 32768)
     """s1, each."""
     precisions: tuple[str, ...] = PRECISIONS
     """`rotary.precision`, each."""
@@ -48,7 +48,7 @@ class ProbeSettings:
     """What is rounded to an emulated format: cosine and sine, the turned q and k, or both."""
     random_weights: bool = True
     """Also probe the same shape with random weights, in the narrowest dtype."""
-    offsets: tuple[int, ...] = (0, 65536)
+    offsets: tuple[int, ...] = (0, 32768)
     """Where a packed row begins whose logits are compared with those of positions that restart in each document."""
     corpus: str = "python_stdlib"
     tokenizer: str | None = None
@@ -222,7 +222,7 @@ class Condition:
 
 QUICK = {
     "sequences": 1,
-    "shifts": (0, 100, 2000, 65536),
+    "shifts": (0, 100, 2000, 32768),
     "dtypes": ("bfloat16",),
     "random_weights": False,
     "offsets": (0,),
