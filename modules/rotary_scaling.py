@@ -134,7 +134,7 @@ class ScalingConfig:
         return broken + self._broken_values(section, allowed)
 
     def _broken_values(self, section: str, allowed: set[str]) -> list[str]:
-        broken = []
+        broken, in_words = [], f"from {LOWEST:g} to {HIGHEST:g}"
 
         def rule(name: str, holds: bool, text: str) -> None:
             if not holds:
@@ -145,15 +145,15 @@ class ScalingConfig:
             if name not in allowed:
                 continue
             if name == "factor":
-                rule(name, math.isfinite(value) and value >= 1, "must be a finite number, at least 1")
+                rule(name, 1 <= value <= HIGHEST, f"must be a finite number, at least 1 and at most {HIGHEST:g}")
             elif name == "original_max_position_embeddings":
-                rule(name, value >= 2, "must be at least 2")
+                rule(name, 2 <= value <= MOST_POSITIONS, f"must be at least 2 and at most {MOST_POSITIONS}")
             elif name == "partial_rotary_factor":
                 rule(name, 0 < value <= 1, "must be above 0 and at most 1")
             elif name in ("short_factor", "long_factor"):
-                rule(name, all(math.isfinite(x) and x > 0 for x in value), "must hold finite numbers above 0")
+                rule(name, all(LOWEST <= x <= HIGHEST for x in value), f"must hold finite numbers above 0: {in_words}")
             elif name not in ("rope_type", "truncate"):
-                rule(name, math.isfinite(value) and value > 0, "must be a finite number above 0")
+                rule(name, LOWEST <= value <= HIGHEST, f"must be a finite number above 0: {in_words}")
         if "low_freq_factor" in allowed and self.low_freq_factor is not None and self.high_freq_factor is not None:
             above = f"must be above low_freq_factor={self.low_freq_factor!r}"
             rule("high_freq_factor", self.high_freq_factor > self.low_freq_factor, above)
@@ -220,14 +220,17 @@ class ScalingConfig:
         Raises:
             ValueError: an unknown type or field, a missing one, or a value out of range; all at once.
         """
-        section = "rope_parameters" if config_json.get("rope_parameters") else "rope_scaling"
-        given = config_json.get(section) or {}
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{section}={given!r} must hold keys and values.")
+        section, given = _rope_section(config_json)
         found = {key: value for key, value in given.items() if value is not None and key not in _WITHOUT_EFFECT}
         theta = found.pop("rope_theta", config_json.get("rope_theta"))
         old_name = found.pop("type", None)
-        kind = found.pop("rope_type", old_name) or "default"
+        kind = found.pop("rope_type", old_name)
+        if kind is None and (untyped := [name for name in found if name != "partial_rotary_factor"]):
+            raise ValueError(
+                f"{section}.{untyped[0]}={found[untyped[0]]!r} has no effect without a type: {section} names none. "
+                f"Write {section}.rope_type too, or leave {section}.{untyped[0]} out."
+            )
+        kind = kind or "default"
         fraction = config_json.get("partial_rotary_factor")
         if fraction is not None:
             found.setdefault("partial_rotary_factor", fraction)
@@ -242,8 +245,8 @@ class ScalingConfig:
             for key, value in found.items()
             if key in kinds and not _fits(value, str(kinds[key]))
         ]
-        if theta is not None and not _fits(theta, "float | None"):
-            broken.append(f"{section}.rope_theta={theta!r} must be a number.")
+        if theta is not None and not (_fits(theta, "float | None") and 0 < theta < math.inf):
+            broken.append(f"{section}.rope_theta={theta!r} must be a finite number above 0.")
         for key in ("max_position_embeddings", "original_max_position_embeddings"):
             if (value := config_json.get(key)) is not None and not _fits(value, "int | None"):
                 broken.append(f"{key}={value!r} must be a whole number.")
@@ -281,6 +284,10 @@ class ScalingConfig:
 NO_SCALING = ScalingConfig(rope_type="default")
 """The frequencies as theta makes them."""
 
+LOWEST, HIGHEST = 1e-6, 1e6
+"""Of all settings: numbers outside mean nothing, and powers and logarithms of them leave the range of float32."""
+MOST_POSITIONS = 2**40
+
 BETA_FAST, BETA_SLOW = 32.0, 1.0
 """What yarn takes where its setting leaves them open."""
 _WITHOUT_EFFECT = ("finetuned",)
@@ -298,6 +305,38 @@ def ntk_theta(theta: float, growth: float, width: int) -> float:
     return theta * growth ** (width / (width - 2))
 
 
+def _rope_section(config_json: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Name and content of what a `config.json` says of the frequencies.
+
+    Raises:
+        ValueError: no keys and values, others for each type of layer, or two forms that contradict each other.
+    """
+    both = {name: config_json[name] for name in ("rope_parameters", "rope_scaling") if config_json.get(name)}
+    for section, given in both.items():
+        if not isinstance(given, Mapping):
+            raise ValueError(f"{section}={given!r} must hold keys and values.")
+        nested = [name for name, value in given.items() if isinstance(value, Mapping)]
+        if nested:
+            raise ValueError(
+                f"{section} has frequencies of their own for layers of type {', '.join(nested)}. Models whose layers "
+                "differ in their frequencies are not supported, only one setting for all layers."
+            )
+    if len(both) == 2 and _said(both["rope_parameters"], config_json) != _said(both["rope_scaling"], config_json):
+        raise ValueError(
+            f"rope_parameters={both['rope_parameters']!r} and rope_scaling={both['rope_scaling']!r} say different "
+            "things of the frequencies. Leave one out."
+        )
+    return next(iter(both.items()), ("rope_parameters", {}))
+
+
+def _said(given: Mapping[str, Any], config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """A section in one form: newer names, theta with it."""
+    found = {"rope_theta": config_json.get("rope_theta"), **given}
+    old_name = found.pop("type", None)
+    found.setdefault("rope_type", old_name)
+    return {key: value for key, value in found.items() if value is not None and key not in _WITHOUT_EFFECT}
+
+
 def _filled_in(kind: str, found: Mapping[str, Any], config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Original length and factor as transformers takes them from the rest of a `config.json`."""
     positions, filled = config_json.get("max_position_embeddings"), {}
@@ -308,7 +347,8 @@ def _filled_in(kind: str, found: Mapping[str, Any], config_json: Mapping[str, An
         own = found.get("original_max_position_embeddings", positions)
         original = config_json.get("original_max_position_embeddings", own)
         filled["original_max_position_embeddings"] = original
-    if kind in ("yarn", "longrope") and "factor" not in found and positions and original:
+    names_original = "original_max_position_embeddings" in {*found, *config_json}
+    if kind in ("yarn", "longrope") and "factor" not in found and names_original and positions and original:
         filled["factor"] = positions / original
     if "attention_factor" in found or not (found.get("mscale") and found.get("mscale_all_dim")):
         filled |= {"mscale": None, "mscale_all_dim": None} if kind == "yarn" else {}

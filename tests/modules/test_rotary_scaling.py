@@ -370,6 +370,10 @@ LLAMA_3_1 = {
           "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
          ScalingConfig(rope_type="longrope", factor=32.0, short_factor=[1.0], long_factor=[2.0],
                        original_max_position_embeddings=4096), None),
+        # Both forms, for old and new readers.
+        ({"max_position_embeddings": 64, "rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2},
+          "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+         ScalingConfig(rope_type="linear", factor=2.0), 1e4),
         ({"max_position_embeddings": 10, "partial_rotary_factor": 0.5},
          ScalingConfig(rope_type="default", partial_rotary_factor=0.5), None),
     ],
@@ -389,12 +393,48 @@ def test_reading_a_config(config: dict[str, Any], scaling: ScalingConfig, theta:
         ({"rope_type": "linear"}, ["factor=None"]),
         ({"rope_type": "longrope", "factor": 2.0, "short_factor": ["a"], "long_factor": [1.0]}, ["short_factor=['a']"]),
         ({"rope_type": "llama3", "factor": 0.5, "low_freq_factor": 1.0}, ["high_freq_factor=None", "factor=0.5"]),
+        ({"factor": 2.0, "rope_theta": 1e4}, ["factor=2.0"]),
+        ({"rope_type": "yarn"}, ["factor=None"]),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, ["factor=None"]),
+        ({"rope_type": "default", "rope_theta": 0}, ["rope_theta=0"]),
+        ({"rope_type": "default", "rope_theta": math.inf}, ["rope_theta=inf"]),
+        ({"rope_type": "dynamic", "factor": 1e308}, ["factor=1e+308"]),
+        ({"rope_type": "yarn", "factor": 2.0, "beta_slow": 1e-320}, ["beta_slow=1e-320"]),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400},
+            ["original_max_position_embeddings=" + "1" + "0" * 400],
+        ),
     ],
 )
 def test_a_config_with_mistakes(parameters: dict[str, Any], keys: list[str]) -> None:
     with pytest.raises(ValueError) as error:
         ScalingConfig.of_hugging_face({"max_position_embeddings": 64, "rope_parameters": parameters})
     assert first_words(str(error.value).splitlines()) == [f"rope_parameters.{key}" for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+         ["rope_parameters", "layers of type full_attention, sliding_attention", "only one setting for all layers"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "full_attention": {"rope_type": "linear", "factor": 2.0}}},
+         ["rope_parameters", "layers of type full_attention"]),
+        # Of these two transformers takes the second.
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+          "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+         ["rope_parameters=", "rope_scaling=", "different things", "Leave one out"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e6,
+          "rope_scaling": {"rope_type": "default"}}, ["rope_parameters=", "different things"]),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": "linear"},
+         ["rope_scaling='linear' must hold keys and values"]),
+        ({"rope_scaling": ["linear", 2.0]}, ["rope_scaling=['linear', 2.0] must hold keys and values"]),
+    ],
+)  # fmt: skip
+def test_what_says_more_than_one_thing_is_refused(config: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        ScalingConfig.of_hugging_face({"max_position_embeddings": 64, **config})
+    assert all(word in str(error.value) for word in words) and len(str(error.value).splitlines()) == 1
 
 
 def test_positions_that_are_no_number() -> None:
