@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from modules.attention.strategies import STRATEGIES
+from modules.language_model import LanguageModel
 from modules.llama import Llama
 from modules.optim import (
     AdamWOfMasterWeights,
@@ -244,3 +245,28 @@ def test_master_weights_mean_something_for_low_precision_weights_only(precision:
 def test_low_precision_weights_have_master_weights_unless_told_otherwise(precision: str) -> None:
     assert check_master_weights(OptimizerConfig(), precision)
     assert not check_master_weights(OptimizerConfig(master_weights="none"), precision)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("limit", [1.0, None])
+def test_gradients_are_clipped_by_a_norm_in_float32(dtype: torch.dtype, limit: float | None) -> None:
+    """By hand: 3000 gradients of 3 and 6000 of 4. The sum of their squares, 123 000, is more than float16 holds."""
+    shape = ModelConfig(overrides={"layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "hidden_width": 32}).resolve(
+        258
+    )
+    llama = Llama(shape, strategy=STRATEGIES["full"], kernel="sdpa", rotary=RotaryConfig())
+    config = OptimizerConfig(gradient_clip_norm=limit)
+    module = LanguageModel(llama, optimizer=config, max_steps=1, anchor_id=None).to(dtype)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    module.model.embed_tokens.weight.grad.view(-1)[:3000] = 3
+    module.model.embed_tokens.weight.grad.view(-1)[3000:8000] = 4
+    module.model.layers[0].mlp.up_proj.weight.grad.view(-1)[:1000] = 4
+    before = [p.grad.clone() for p in module.parameters()]
+    module.configure_gradient_clipping(torch.optim.SGD(module.parameters()))
+    norm = (3000 * 9 + 6000 * 16) ** 0.5
+    assert module._gradient_norm is not None and module._gradient_norm.dtype == torch.float32
+    assert module._gradient_norm.item() == pytest.approx(norm, rel=1e-6)
+    after = torch.cat([p.grad.flatten().double() for p in module.parameters()])
+    expected = torch.cat([x.flatten().double() for x in before]) * (1 if limit is None else limit / norm)
+    torch.testing.assert_close(after, expected, rtol=2**-8 if dtype == torch.bfloat16 else 2**-9, atol=1e-7)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from mlflow.tracking import MlflowClient
@@ -13,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from modules.rotary_frequencies import Frequencies, frequency_digest
 from modules.rotary_scaling import ScalingConfig
 from workbench import build
+from workbench.checkpoints import newest_checkpoint
 from workbench.cli import main
 from workbench.config import read_yaml, resolve
 from workbench.tracking import store_uri
@@ -95,6 +97,29 @@ def test_a_window_beyond_the_models_own_is_what_scaling_is_for(tiny, max_positio
     # theta grows to theta * growth^(R / (R - 2)), so the last frequency falls by 2 * 8192 / 2048 - 1 = 7.
     ratio = model.frequencies(2048).inverse_P[-1] / model.frequencies(8192).inverse_P[-1]
     assert ratio.item() == pytest.approx(7, rel=1e-5)
+
+
+def test_a_checkpoint_holds_the_master_weights(home, tmp_path, tiny):
+    """Read without unpickling; the model's weights are those, rounded; nothing is left of bfloat16 in the moments."""
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**tiny, "trainer": {**tiny["trainer"], "precision": "bf16-true"}}))
+    assert main(["fit", str(file)]) == 0
+    _, run_id, params = logged(home)
+    assert params["resolved.master_weights"] == "float32"
+    checkpoint = newest_checkpoint(home / "trials" / run_id)
+    assert checkpoint is not None
+    saved = torch.load(checkpoint, weights_only=True)
+    weights, states = saved["state_dict"], saved["optimizer_states"][0]["state"]
+    assert {x.dtype for x in weights.values()} == {torch.bfloat16}
+    assert {name: x.dtype for state in states.values() for name, x in state.items()} == dict.fromkeys(
+        ("master", "step", "exp_avg", "exp_avg_sq"), torch.float32
+    )
+    assert len(states) == len(weights)
+    # Matrices first, then norms, each in the model's order: the optimizer's two groups.
+    in_order = sorted(weights.values(), key=lambda x: x.ndim < 2)
+    for weight, state in zip(in_order, states.values(), strict=True):
+        assert torch.equal(weight, state["master"].bfloat16())
+        assert not torch.equal(state["master"], weight.float()), "masters know more than weights"
 
 
 def test_a_run_of_pure_bfloat16_says_so(home, tmp_path, tiny):
