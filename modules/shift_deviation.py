@@ -30,6 +30,44 @@ SCORES_AT_ONCE = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShiftDeviationConfig:
+    """A sample's tokens at two places while a model trains, and how much attention differs."""
+
+    every: int | None = None
+    """Steps between two measurements, besides before the first and after the last step. null: none at all."""
+    tokens: int = 256
+    """Length of the sample, the beginning of the validation documents."""
+    shift: int = 1024
+    """How far it is moved from position 0."""
+    layers: list[int] | None = None
+    """Which layers count, from 0. null: all."""
+
+    def broken_rules(self, section: str) -> list[str]:
+        """A sentence for every broken rule, each beginning with section.key=value."""
+        broken = [
+            f"{section}.{name}={getattr(self, name)} must be at least {least}."
+            for name, least in (("tokens", 2), ("shift", 1))
+            if getattr(self, name) < least
+        ]
+        if self.every is not None and self.every < 1:
+            broken.append(f"{section}.every={self.every} must be at least 1, or null for no measurement.")
+        if self.shift + self.tokens > 2**24:
+            broken.append(
+                f"{section}.shift={self.shift}: positions reach {self.shift + self.tokens - 1}, but float32 holds "
+                "whole numbers exactly only up to 16777216. Set a smaller one."
+            )
+        if self.layers is not None and (not self.layers or min(self.layers) < 0):
+            broken.append(f"{section}.layers={self.layers} must name layers from 0 on, or be null for all.")
+        return broken
+
+    def misfits(self, section: str, *, layers: int) -> list[str]:
+        """What does not fit a model of so many layers."""
+        if self.every is None or self.layers is None or max(self.layers) < layers:
+            return []
+        return [f"{section}.layers={self.layers}: the model's layers are 0 to {layers - 1}."]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShiftDeviation:
     """Deviations of a sequence, or the mean over several, in float64 on the CPU."""
 

@@ -120,6 +120,7 @@ def check(config: RunConfig) -> Resolved:
         tokenizer = attempt(lambda: tokenizer_of(config, checkpoint))
         shape = attempt(lambda: shape_of(config, checkpoint, tokenizer.vocabulary_size if tokenizer else 2))
     attempt(lambda: _schedule(config))
+    attempt(lambda: _shift_deviation(config, shape))
     attempt(lambda: check_master_weights(config.optimizer, config.trainer.precision))
     products = kernel = None
     if device_type is not None:
@@ -162,6 +163,12 @@ def _device_type(config: RunConfig) -> str:
     if device_type == "cuda" and devices > torch.cuda.device_count():
         raise ValueError(f"trainer.devices={devices}, but this machine has {torch.cuda.device_count()} CUDA devices.")
     return device_type
+
+
+def _shift_deviation(config: RunConfig, shape: LlamaConfig | None) -> None:
+    layers = shape.layers if shape else 2**31
+    if misfits := config.evaluation.shift_deviation.misfits("evaluation.shift_deviation", layers=layers):
+        raise ValueError("\n".join(misfits))
 
 
 def _compilation(config: RunConfig, device_type: str) -> None:

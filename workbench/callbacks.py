@@ -78,9 +78,13 @@ class StepMetrics(lightning.Callback):
             trainer.logger.log_metrics(metrics, step=step)
         self._show(step, trainer.max_steps, record.loss, tokens_per_second)
 
+    def stop_clock(self) -> None:
+        """The time since the last point is no training alone; the next batch starts the clock anew."""
+        self._since = None
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stops the clock."""
-        self._since = None
+        self.stop_clock()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Notes the validation loss for the launcher's table."""
@@ -89,7 +93,7 @@ class StepMetrics(lightning.Callback):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Stops the clock, and writes all points first: a resume from this checkpoint never repeats earlier steps."""
-        self._since = None
+        self.stop_clock()
         if isinstance(trainer.logger, RunLogger):
             trainer.logger.save()
 

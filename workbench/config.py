@@ -21,6 +21,7 @@ from modules.optim import OptimizerConfig
 from modules.precision import ALIASES, PrecisionName
 from modules.presets import ModelConfig
 from modules.rotary import RotaryConfig
+from modules.shift_deviation import ShiftDeviationConfig
 from workbench.errors import UserError
 
 
@@ -63,10 +64,15 @@ class EvaluationConfig:
 
     every: int | None = None
     """Steps between two validations."""
+    shift_deviation: ShiftDeviationConfig = field(default_factory=ShiftDeviationConfig)
+    """How far RoPE is from relative, measured while training."""
 
     def __post_init__(self) -> None:
+        broken = self.shift_deviation.broken_rules("evaluation.shift_deviation")
         if self.every is not None and self.every < 1:
-            raise ValueError(f"evaluation.every={self.every} must be at least 1, or null for none in between.")
+            broken.append(f"evaluation.every={self.every} must be at least 1, or null for none in between.")
+        if broken:
+            raise ValueError("\n".join(broken))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +331,6 @@ def describe_kind(kind: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(kind)))
     if get_origin(kind) is dict:
         return "keys and values"
-    if kind == list[float]:
-        return "a list of numbers"
+    if kind in (list[float], list[int]):
+        return f"a list of {'whole ' * (kind == list[int])}numbers"
     return " or ".join(describe_kind(part) for part in get_args(kind)) or str(kind)

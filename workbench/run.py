@@ -24,6 +24,7 @@ from workbench.callbacks import StepMetrics
 from workbench.checkpoints import check_checkpoint, checkpoint_step
 from workbench.config import RunConfig, flatten, to_dict
 from workbench.errors import UserError
+from workbench.live_deviation import LiveDeviation, sample_of
 from workbench.outcome import Outcome
 from workbench.run_logger import RunLogger
 from workbench.tracking import Tracker
@@ -91,7 +92,7 @@ def train(
             _announce(prepared.resolved)
             _record_start(tracker, run_id, prepared)
             logger = RunLogger(tracker.client, run_id, folder)
-        trainer = _trainer(prepared.resolved, folder, logger, status_file=status_file, progress=progress)
+        trainer = _trainer(prepared, folder, logger, status_file=status_file, progress=progress)
         started = time.monotonic()
         _fit(trainer, prepared)
         fit_seconds = time.monotonic() - started
@@ -151,18 +152,21 @@ def _fit(trainer: lightning.Trainer, prepared: Prepared) -> None:
 
 
 def _trainer(
-    resolved: build.Resolved,
+    prepared: Prepared,
     folder: Path,
     logger: RunLogger | None,
     *,
     status_file: Path | None,
     progress: Progress | None,
 ) -> lightning.Trainer:
+    resolved = prepared.resolved
     config = resolved.config.trainer
     plugin = precision_plugin(config.precision, resolved.bfloat16_products)
     every = resolved.config.evaluation.every or config.max_steps
+    step_metrics = StepMetrics(log_every=config.log_every, status_file=status_file, progress=progress)
     callbacks: list[lightning.Callback] = [
-        StepMetrics(log_every=config.log_every, status_file=status_file, progress=progress),
+        step_metrics,
+        *_live_deviation(prepared, step_metrics),
         *_checkpoint_callbacks(folder / "checkpoints", every=config.checkpoint_every, max_steps=config.max_steps),
     ]
     return lightning.Trainer(
@@ -185,6 +189,17 @@ def _trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+def _live_deviation(prepared: Prepared, step_metrics: StepMetrics) -> list[lightning.Callback]:
+    """The probe while training, where it is asked for."""
+    resolved = prepared.resolved
+    config = resolved.config.evaluation.shift_deviation
+    if config.every is None:
+        return []
+    anchor_id = resolved.tokenizer.anchor_id
+    sample_T = sample_of(prepared.data, prepared.store, tokens=config.tokens, anchor_id=anchor_id)
+    return [LiveDeviation(config, sample_T, stop_clock=step_metrics.stop_clock)]
 
 
 def _checkpoint_callbacks(folder: Path, *, every: int | None, max_steps: int) -> list[lightning.Callback]:

@@ -100,7 +100,7 @@ def print_probe(settings: ProbeSettings, rows: list[dict[str, Any]], consistency
     _print_table(
         f"{settings.sequences} sequence{'s' * (settings.sequences > 1)} of {settings.tokens} tokens, {settings.mode}, "
         f"against shift {settings.reference_shift}",
-        ("shift", "D", "row deviation", "1st token", "D_logit"),
+        ("shift", "D", "row dev.", "1st token", "D_logit"),
         [
             (
                 row,
