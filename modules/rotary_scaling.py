@@ -258,7 +258,7 @@ class ScalingConfig:
         allowed = {"partial_rotary_factor", *_NEEDED[kind], *_OPTIONAL.get(kind, ())}
         found = {key: value for key, value in found.items() if key in allowed}
         found |= _filled_in(kind, found, config_json)
-        scaling = cls(rope_type=kind, **found)  # type: ignore[arg-type]
+        scaling = cls(rope_type=kind, **found)
         if broken := scaling.broken_rules(section, complete=True):
             raise ValueError("\n".join(broken))
         return scaling, None if theta is None else float(theta)
