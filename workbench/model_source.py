@@ -46,6 +46,11 @@ class ModelSource:
     config: RunConfig | None = None
     """Of a run."""
 
+    @property
+    def short_name(self) -> str:
+        """For titles: a directory's last part, else as asked for."""
+        return Path(self.name).expanduser().absolute().name if self.kind == "checkpoint" else self.name
+
     def load(self, dtype: torch.dtype, *, device: str = "cpu", random: bool = False, seed: int = 0) -> Llama:
         """The model in evaluation mode, with full causal attention and its own frequencies, rotated in float32.
 

@@ -77,7 +77,7 @@ def test_bfloat16_training_breaks_more_than_float32(home, tmp_path, tiny):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("evaluation.shift_deviation.layers=[0,2]", "evaluation.shift_deviation.layers=[0, 2]: the model's layers are 0 to 1"),
+        ("evaluation.shift_deviation.layers=[0,2]", "layers=[0, 2]: the model's layers are 0 to 1"),
         ("evaluation.shift_deviation.every=0", "evaluation.shift_deviation.every=0 must be at least 1"),
         ("evaluation.shift_deviation.shift=16777216", "only up to 16777216"),
         ("evaluation.shift_deviation.tokens=1", "evaluation.shift_deviation.tokens=1 must be at least 2"),

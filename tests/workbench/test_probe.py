@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,13 +43,13 @@ def test_json_holds_every_condition_shift_and_length(home, words, capsys):
     names = [(r["dtype"], r["rotary_dtype"], r["rotary_precision"], r["tokens"], r["shift"]) for r in document["rows"]]
     policies = ["float32_scores", "float32", "compute", "low_positions"]
     conditions = [("bfloat16", "bfloat16", policy) for policy in policies]
-    conditions += [("float32", "float32", "float32_scores"), ("float32", "e8m5", "emulated_both")]
+    conditions += [("float32", "float32", "float32"), ("float32", "e8m5", "emulated_both")]
     assert names == [(*c, tokens, shift) for c in conditions for tokens in (16, 48) for shift in (0, 3000)]
     assert len(document["consistency"]) == len(conditions) * 2
     assert "6 conditions x 2 sequences x 3 shifts: about" in err
     by_name = {name: row for name, row in zip(names, document["rows"], strict=True)}
     at = (48, 3000)
-    wide = by_name["float32", "float32", "float32_scores", *at]["row_deviation"]
+    wide = by_name["float32", "float32", "float32", *at]["row_deviation"]
     assert by_name["bfloat16", "bfloat16", "compute", *at]["row_deviation"] > 50 * wide
     assert by_name["float32", "e8m5", "emulated_both", *at]["row_deviation"] > 50 * wide
 
@@ -71,9 +72,9 @@ def test_mlflow_holds_numbers_tables_and_figures(home, words, capsys):
     figures = {item.path for item in client.list_artifacts(run.info.run_id, "figures")}
     names = ("shifts_tokens_lengths", "layers_and_heads", "first_token_share", "mantissa_bits")
     assert figures == {f"figures/{name}.png" for name in names}
-    saved = json.loads(open(client.download_artifacts(run.info.run_id, "probe.json")).read())
+    saved = json.loads(Path(client.download_artifacts(run.info.run_id, "probe.json")).read_text())
     assert saved["rows"] == document["rows"]
-    heads = open(client.download_artifacts(run.info.run_id, "tables/heads.csv")).read().splitlines()
+    heads = Path(client.download_artifacts(run.info.run_id, "tables/heads.csv")).read_text().splitlines()
     assert len(heads) == 1 + 7 * 2 * 4 * 4  # conditions, shifts, layers, heads
 
 
@@ -172,7 +173,7 @@ def test_presets_of_settings_hold_their_rules():
 
 def test_policies_that_compute_the_same_run_once():
     labels = [c.label for c in ProbeSettings(dtypes=("float32", "float16"), offsets=()).conditions()]
-    assert labels == ["float32/float32_scores", "float16/float32_scores", "float16/float32", "float16/compute",
+    assert labels == ["float32/float32", "float16/float32_scores", "float16/float32", "float16/compute",
                       "float16/low_positions"]  # fmt: skip
     mixed = ProbeSettings(dtypes=("float32",), rotary_dtypes=("bfloat16",), precisions=("compute",)).conditions()
     assert [c.label for c in mixed] == ["float32/bfloat16/compute"]
@@ -182,7 +183,7 @@ def test_sequences_are_anchor_then_text(words):
     tokenizer = load_tokenizer("byte")
     found = read_sequences(words, tokenizer, tokens=100, sequences=5, seed=0)
     assert found.shape == (5, 100) and (found[:, 0] == 256).all()
-    texts = [json.loads(line)["text"] for line in open(words)]
+    texts = [json.loads(line)["text"] for line in Path(words).read_text().splitlines()]
     for sequence in found:
         first = tokenizer.decode(sequence[1:]).split("<eos>")[0]
         assert any(text.startswith(first) for text in texts)

@@ -38,21 +38,23 @@ def _three_panels(name: str, settings: ProbeSettings, results: Iterable[Conditio
         furthest = max(range(len(shifts)), key=lambda i: abs(settings.shifts[i] - settings.reference_shift))
         by_length.plot(mean.lengths, [_drawn(x) for x in mean.logit_deviation_SN[furthest]], marker="o", markersize=3,
                        **style)  # fmt: skip
-    by_shift.set(xscale="symlog", yscale="log", xlabel="shift $s_1$ in tokens", ylabel="D",
-                 title=f"Attention against shift {settings.reference_shift}")  # fmt: skip
+    _shift_axis(by_shift, settings)
+    by_shift.set(yscale="log", ylabel="D", title=f"Attention against shift {settings.reference_shift}")
     by_token.set(xscale="log", yscale="log", xlabel="token, counted from 1", ylabel="its part of D",
                  title="Which token")  # fmt: skip
     by_length.set(xscale="log", yscale="log", xlabel="length T in tokens", ylabel="$D_{logit}$",
                   title="The first token's scores")  # fmt: skip
-    by_length.xaxis.set_major_locator(_powers_of_two())
+    by_length.set_xticks(settings.all_lengths(), [str(length) for length in settings.all_lengths()])
+    by_length.set_xticks([], minor=True)
     figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle(f"{name}: how far RoPE is from relative", fontsize="medium")
     return figure
 
 
 def _heatmap(name: str, settings: ProbeSettings, results: Sequence[ConditionResult]) -> "Figure":
-    """Row deviation of every head, of the condition that breaks most: where to look."""
-    worst = max(results, key=lambda result: float(result.mean.row_deviation_SN[:, -1].mean()))
+    """Row deviation of every head, of the condition that breaks most, the negative control aside: where to look."""
+    usual = [result for result in results if result.condition.rotary_precision != "low_positions"] or results
+    worst = max(usual, key=lambda result: float(result.mean.row_deviation_SN[:, -1].mean()))
     figure, (axes,) = _subplots(1, width=6.5)
     image = axes.imshow(worst.mean.row_SNLH[:, -1].mean(0).numpy(), aspect="auto", cmap="viridis", origin="lower")
     axes.set(xlabel="head", ylabel="layer", title=f"{name}, {worst.condition.label}")
@@ -68,7 +70,8 @@ def _first_token(name: str, settings: ProbeSettings, results: Iterable[Condition
         axes.plot([settings.shifts[i] for i in order], [100 * float(share_S[i]) for i in order], marker="o",
                   markersize=3, label=result.condition.label, **_style(result))  # fmt: skip
     axes.axhline(100 / settings.tokens, color="grey", linewidth=0.8, linestyle=":", label="an equal share")
-    axes.set(xscale="symlog", xlabel="shift $s_1$ in tokens", ylabel="% of the row deviation", ylim=(0, None),
+    _shift_axis(axes, settings)
+    axes.set(ylabel="% of the row deviation", ylim=(0, None),
              title=f"{name}: what the first of {settings.tokens} tokens holds")  # fmt: skip
     figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
@@ -109,7 +112,8 @@ def _drawn(value: Any) -> float:
     return max(float(value), FLOOR)
 
 
-def _powers_of_two() -> Any:
-    from matplotlib.ticker import LogLocator
-
-    return LogLocator(base=2)
+def _shift_axis(axes: "Axes", settings: ProbeSettings) -> None:
+    """Logarithmic from 10 tokens on, with room for 0."""
+    axes.set_xscale("symlog", linthresh=10)
+    axes.set_xlim(-1, max(settings.shifts) * 1.5)
+    axes.set_xlabel("shift $s_1$ in tokens")

@@ -60,7 +60,7 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
     )
     # To standard error: standard output is for the tables or the JSON document alone.
     console = Console(stderr=True)
-    with recorded(Tracker(home, EXPERIMENT), model, settings, _facts(source, work)) as (tracker, run_id):
+    with recorded(Tracker(home, EXPERIMENT), source.short_name, settings, _facts(source, work)) as (tracker, run_id):
         with Progress(console=console, disable=not sys.stderr.isatty(), transient=True) as progress:
             task = progress.add_task("probing", total=work.passes * source.shape.layers)
 
@@ -73,7 +73,7 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
                 )
 
             results = work.run(on_layer=lambda: progress.advance(task), on_estimate=estimated)
-        document = record(tracker, run_id, model, settings, results)
+        document = record(tracker, run_id, source.short_name, settings, results)
     console.print(f"Figures and tables: run {run_id} of experiment {EXPERIMENT}, `workbench ui`.", highlight=False)
     return document
 
@@ -88,6 +88,7 @@ def _tokenizer(source: ModelSource, settings: ProbeSettings) -> str:
 def _facts(source: ModelSource, work: Probe) -> dict[str, Any]:
     shape = source.shape
     return {
+        "model_source": source.name,
         "model_kind": source.kind,
         "layers": shape.layers,
         "heads": shape.heads,

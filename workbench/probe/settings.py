@@ -138,16 +138,17 @@ class ProbeSettings:
     def conditions(self) -> list["Condition"]:
         """What is compared, with the dtype that the model is loaded in as outer order.
 
-        Policies differ only where the rotation is narrower than float32: of those that compute the same numbers the
-        first is kept.
+        Policies differ only where the rotation is narrower than float32: of those that compute the same numbers one
+        is kept, `float32` where it is asked for.
         """
         if self.mode == "shared":
             pairs = [("float32", rotary) for rotary in self.rotary_dtypes or ("bfloat16", "float32")]
         else:
             pairs = [(dtype, rotary) for dtype in self.dtypes for rotary in self.rotary_dtypes or (dtype,)]
         found = []
+        wide = ("float32",) if "float32" in self.precisions else self.precisions[:1]
         for dtype, rotary in pairs:
-            for precision in self.precisions[:1] if rotary in EXACT_INTEGERS else self.precisions:
+            for precision in wide if rotary in EXACT_INTEGERS else self.precisions:
                 found.append(Condition(dtype=dtype, rotary_dtype=rotary, rotary_precision=precision))
         for name in self.formats:
             found += [
