@@ -16,8 +16,9 @@ class DataConfig:
     """`python_stdlib` (this Python's own source files, one a document) or the path of a `.jsonl` file."""
     text_field: str = "text"
     """Key of a jsonl line's object that holds the document's text."""
-    tokenizer: str = "byte"
-    """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one."""
+    tokenizer: str = "auto"
+    """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one. `auto`: that of
+    `model.checkpoint`, an error if it has none; without a checkpoint `byte`."""
     context_length: int = 2048
     """Length of a row in tokens, anchors included."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"

@@ -69,17 +69,27 @@ PRESETS: dict[str, Preset] = {
 class ModelConfig:
     """Which model is trained."""
 
-    preset: str = "debug"
-    """A name in PRESETS."""
+    preset: str | None = None
+    """A name in PRESETS. None: the checkpoint's shape, without a checkpoint `debug`."""
+    checkpoint: str | None = None
+    """Folder or hub name (organisation/name) of a Hugging Face checkpoint whose shape and weights training starts from.
+    `rotary.theta`, `rotary.scaling` and `max_positions` apply on top."""
     max_positions: int | None = None
-    """Positions the model is made for. None: the preset's."""
+    """Positions the model is made for. None: the preset's or checkpoint's."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Fields of `LlamaConfig` that differ from the preset. Without `head_width` a head is width / heads wide."""
 
     def __post_init__(self) -> None:
         broken = []
-        if self.preset not in PRESETS:
+        if self.preset is not None and self.preset not in PRESETS:
             broken.append(f"model.preset={self.preset!r} is not known.{_suggestion(self.preset, list(PRESETS))}")
+        if self.checkpoint is not None and self.preset is not None:
+            broken.append(
+                f"model.checkpoint={self.checkpoint!r} and model.preset={self.preset!r} contradict each other: a "
+                "checkpoint brings its own shape. Leave one out (model.preset=null)."
+            )
+        if self.checkpoint == "":
+            broken.append("model.checkpoint is empty. Set a folder or a hub name, or null for random weights.")
         if self.max_positions is not None and self.max_positions < 1:
             broken.append(f"model.max_positions={self.max_positions} must be at least 1, or null for the preset's.")
         if (
@@ -99,7 +109,12 @@ class ModelConfig:
             raise ValueError("\n".join(broken))
 
     def resolve(
-        self, vocabulary_size: int, rope_theta: float | None = None, rope_scaling: ScalingConfig | None = None
+        self,
+        vocabulary_size: int,
+        rope_theta: float | None = None,
+        rope_scaling: ScalingConfig | None = None,
+        *,
+        checkpoint: LlamaConfig | None = None,
     ) -> LlamaConfig:
         """The complete shape.
 
@@ -108,15 +123,24 @@ class ModelConfig:
             rope_theta: `rotary.theta`, which wins over the preset's; None where it is not set.
             rope_scaling: `rotary.scaling`, which wins over the preset's where it names a type. The original length
                 it leaves open is the preset's.
+            checkpoint: the shape in `checkpoint`; None where none is named.
         Raises:
             ValueError: the tokenizer does not fit the vocabulary, sizes do not fit one another, or theta is set
                 twice; all broken rules at once, with their keys.
         """
-        preset = PRESETS[self.preset]
-        shape = {f.name: getattr(preset, f.name) for f in fields(preset)} | self.overrides
-        broken = []
+        base = PRESETS[self.preset or "debug"] if checkpoint is None else checkpoint
+        overrides, broken = self.overrides, []
+        if checkpoint is not None:
+            broken += [
+                f"model.overrides.{key}={value!r}, but the checkpoint has {getattr(checkpoint, key)!r}, and its "
+                "weights mean nothing under another. Leave it out."
+                for key, value in self.overrides.items()
+                if key not in _FREE_OF_WEIGHTS and value != getattr(checkpoint, key)
+            ]
+            overrides = {key: value for key, value in overrides.items() if key in _FREE_OF_WEIGHTS}
+        shape = {f.name: getattr(base, f.name) for f in fields(base)} | overrides
         if rope_scaling is not None:
-            shape["rope_scaling"] = rope_scaling.completed(preset.rope_scaling, max_positions=preset.max_positions)
+            shape["rope_scaling"] = rope_scaling.completed(base.rope_scaling, max_positions=base.max_positions)
         if self.max_positions is not None:
             shape["max_positions"] = self.max_positions
         if rope_theta is not None:
@@ -128,6 +152,11 @@ class ModelConfig:
             shape["rope_theta"] = rope_theta
         if shape["vocabulary_size"] is None:
             shape["vocabulary_size"] = vocabulary_size
+        elif vocabulary_size > shape["vocabulary_size"] and checkpoint is not None:
+            broken.append(
+                f"model.checkpoint: the checkpoint has {shape['vocabulary_size']} tokens, the tokenizer "
+                f"{vocabulary_size}. Set data.tokenizer to the one it was trained with."
+            )
         elif vocabulary_size > shape["vocabulary_size"]:
             broken.append(
                 f"model.overrides.vocabulary_size: the model has {shape['vocabulary_size']} tokens, the tokenizer "
@@ -157,6 +186,10 @@ class ModelConfig:
 
 _FIELD_TYPES: dict[str, type] = {f.name: f.type for f in fields(LlamaConfig) if f.name != "rope_scaling"}  # type: ignore[misc]
 """What may be overridden: the frequencies' scaling has a section of its own, `rotary.scaling`."""
+
+
+_FREE_OF_WEIGHTS = ("max_positions", "rope_theta")
+"""What a checkpoint's shape may be given anew: no weight depends on it."""
 
 
 def _fits(value: object, expected: type) -> bool:

@@ -20,11 +20,15 @@ from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
+from modules.hf_tensors import checkpoint_digest, stored_tensors
+from modules.hf_weights import check_names, load_weights, read_shape
 from modules.llama import Llama, LlamaConfig
 from modules.optim import check_master_weights
 from modules.precision import resolve_bfloat16_products
+from modules.rotary import RotaryConfig
 from workbench.config import RunConfig
 from workbench.errors import UserError, user_input
+from workbench.pretrained import checkpoint_directory
 
 if TYPE_CHECKING:
     from datamodules.packed_text import PackedTextDataModule
@@ -49,24 +53,31 @@ class Resolved:
 
     config: RunConfig
     data: DataConfig
-    """With anchor and positions decided."""
+    """With tokenizer, anchor and positions decided."""
     strategy: Strategy
     tokenizer: Tokenizer
     shape: LlamaConfig
     device_type: str
     kernel: str
     bfloat16_products: str
+    checkpoint: Path | None
+    """Folder of `model.checkpoint`."""
+    checkpoint_digest: str | None
+    """Identity of what that folder holds."""
 
     def to_params(self) -> dict[str, Any]:
         """What `auto` became, for the run's params."""
         return {
             "resolved.kernel": self.kernel,
             **self._kernel_details(),
+            **({"resolved.checkpoint_digest": self.checkpoint_digest} if self.checkpoint_digest else {}),
             "resolved.device": self.device_type,
             "resolved.bfloat16_products": self.bfloat16_products,
             "resolved.master_weights": "float32" if self._has_master_weights() else "none",
             "resolved.anchor": self.data.anchor,
             "resolved.positions": self.data.positions,
+            "resolved.tokenizer": self.data.tokenizer,
+            "resolved.tokenizer_digest": self.tokenizer.digest,
             "resolved.vocabulary_size": self.shape.vocabulary_size,
             "resolved.rope_theta": self.shape.rope_theta,
             "resolved.rope_type": self.shape.rope_scaling.rope_type,
@@ -99,15 +110,22 @@ def check(config: RunConfig) -> Resolved:
     def attempt(step: Callable[[], T]) -> T | None:
         try:
             return step()
-        except ValueError as error:
+        except (ValueError, UserError) as error:
             problems.extend(str(error).splitlines())
             return None
 
     strategy = config.attention.resolve()
     device_type = attempt(lambda: _device_type(config))
+    named = config.model.checkpoint
+    checkpoint = attempt(lambda: checkpoint_directory(named)) if named is not None else None
+    base = attempt(lambda: read_shape(checkpoint)) if checkpoint is not None else None
     data = attempt(lambda: _decide_data(config.data, strategy))
-    tokenizer = attempt(lambda: _tokenizer(config.data))
-    shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2))
+    tokenizer_spec = attempt(lambda: _tokenizer_spec(config, checkpoint))
+    tokenizer = attempt(lambda: _tokenizer(config.data, tokenizer_spec)) if tokenizer_spec else None
+    shape = None
+    if named is None or base is not None:
+        shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2, base))
+    digest = attempt(lambda: _check_weights(config, checkpoint, base)) if checkpoint and base else None
     attempt(lambda: _schedule(config))
     attempt(lambda: check_master_weights(config.optimizer, config.trainer.precision))
     products = kernel = None
@@ -122,16 +140,18 @@ def check(config: RunConfig) -> Resolved:
         kernel = attempt(lambda: _kernel(config, strategy, device_type, shape))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    assert device_type and data and tokenizer and shape and products and kernel
+    assert device_type and data and tokenizer and tokenizer_spec and shape and products and kernel
     return Resolved(
         config=config,
-        data=data,
+        data=replace(data, tokenizer=tokenizer_spec),
         strategy=strategy,
         tokenizer=tokenizer,
         shape=shape,
         device_type=device_type,
         kernel=kernel,
         bfloat16_products=products,
+        checkpoint=checkpoint,
+        checkpoint_digest=digest,
     )
 
 
@@ -168,12 +188,37 @@ def _schedule(config: RunConfig) -> None:
         )
 
 
-def _tokenizer(data: DataConfig) -> Tokenizer:
-    return load_tokenizer(data.tokenizer, data.anchor_token, data.end_of_document)
+def _tokenizer_spec(config: RunConfig, checkpoint: Path | None) -> str | None:
+    """`byte`, or an absolute path. None: it would be the checkpoint's, and that is not there."""
+    spec = config.data.tokenizer
+    if spec == "byte" or (spec == "auto" and config.model.checkpoint is None):
+        return "byte"
+    if spec != "auto":
+        return str(Path(spec).expanduser().absolute())
+    if checkpoint is None:
+        return None
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise ValueError(
+            f"data.tokenizer=auto: model.checkpoint={config.model.checkpoint!r} has no tokenizer.json. Set "
+            "data.tokenizer to the one it was trained with."
+        )
+    return str(checkpoint)
 
 
-def _shape(config: RunConfig, vocabulary_size: int) -> LlamaConfig:
-    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling)
+def _tokenizer(data: DataConfig, spec: str) -> Tokenizer:
+    return load_tokenizer(spec, data.anchor_token, data.end_of_document)
+
+
+def _check_weights(config: RunConfig, checkpoint: Path, shape: LlamaConfig) -> str:
+    """Holds the weights' names and shapes to `config.json`; their digest."""
+    with torch.device("meta"):
+        wanted = Llama(shape, strategy=config.attention.resolve(), kernel="reference", rotary=RotaryConfig())
+    check_names(wanted, stored_tensors(checkpoint), checkpoint)
+    return checkpoint_digest(checkpoint)
+
+
+def _shape(config: RunConfig, vocabulary_size: int, base: LlamaConfig | None) -> LlamaConfig:
+    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling, checkpoint=base)
     length = config.data.context_length
     if config.model.max_positions is None and "max_positions" not in config.model.overrides:
         return replace(shape, max_positions=max(shape.max_positions, length))
@@ -202,7 +247,17 @@ def _kernel(config: RunConfig, strategy: Strategy, device_type: str, shape: Llam
 def model(resolved: Resolved) -> Llama:
     """The Llama with the config's initial weights, in float32 (Lightning's precision plugin casts it)."""
     torch.manual_seed(resolved.config.seed)
-    return Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
+
+    def build() -> Llama:
+        return Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
+
+    if resolved.checkpoint is None:
+        return build()
+    with torch.device("meta"):  # so that the weights are in memory once
+        llama = build()
+    with user_input("model.checkpoint"):
+        load_weights(llama, resolved.checkpoint)
+    return llama
 
 
 def module(resolved: Resolved) -> "LanguageModel":

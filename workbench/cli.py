@@ -92,6 +92,19 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--csv", action="store_true", help="print CSV in full precision")
     _add_json(form)
 
+    export = _command(commands, "export", _export, "write a run's weights as a Hugging Face checkpoint")
+    export.description = (
+        "Write a run's weights, config and tokenizer as a folder that transformers loads. Weights keep the dtype they "
+        "were trained in: float32 under 32-true and the mixed precisions, bfloat16 under bf16-true."
+    )
+    export.add_argument("run", help="id or unique name of a fit or of a sweep's trial")
+    export.add_argument("directory", type=Path, metavar="DIR", help="a new folder")
+    export.add_argument("--step", type=int, metavar="N", help="checkpoint of this step (default: the newest)")
+
+    gguf = _command(commands, "import-gguf", _import_gguf, "turn a llama.cpp file into a checkpoint directory")
+    gguf.add_argument("file", type=Path, help="*.gguf of a Llama; quantised weights become float32")
+    gguf.add_argument("directory", type=Path, help="a new folder")
+
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(required=True, metavar="SUBJECT")
     _add_bench_attention(subjects)
@@ -277,6 +290,23 @@ def _report(asked: argparse.Namespace) -> int:
         print(as_csv(report), end="")
     else:
         print_report(report)
+    return 0
+
+
+def _export(asked: argparse.Namespace) -> int:
+    from workbench.export import export
+    from workbench.home import home_directory
+
+    checkpoint = export(asked.run, asked.directory, home=home_directory(), step=asked.step)
+    print(f"{checkpoint} is now in {asked.directory.absolute()}.", file=sys.stderr)
+    return 0
+
+
+def _import_gguf(asked: argparse.Namespace) -> int:
+    from workbench.gguf_import import import_gguf
+
+    import_gguf(asked.file, asked.directory)
+    print(f"Checkpoint: {asked.directory.absolute()}", file=sys.stderr)
     return 0
 
 

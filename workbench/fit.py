@@ -77,7 +77,12 @@ def _open_run(tracker: Tracker, prepared: Prepared, earlier: "Run | None") -> st
         tracker.reopen(earlier.info.run_id)
         tracker.set_tags(earlier.info.run_id, {**here, "attempt": attempt})
         return str(earlier.info.run_id)
-    known = identity(config, data_digest=prepared.data_digest, device_type=prepared.resolved.device_type)
+    known = identity(
+        config,
+        data_digest=prepared.data_digest,
+        device_type=prepared.resolved.device_type,
+        checkpoint_digest=prepared.resolved.checkpoint_digest,
+    )
     tags = {
         "kind": "fit",
         "seed": str(config.seed),
@@ -129,6 +134,9 @@ def _check_same_experiment(run: "Run", prepared: Prepared) -> None:
     ]
     if tag(run, "data_digest") not in ("", prepared.data_digest):
         changed.append("the corpus or tokenizer has other content")
+    started_from = run.data.params.get("resolved.checkpoint_digest")
+    if before and started_from != prepared.resolved.to_params().get("resolved.checkpoint_digest"):
+        changed.append("model.checkpoint has other content")
     if changed:
         raise UserError(
             f"--resume: run {run.info.run_id} is another experiment: {'; '.join(changed)}. "

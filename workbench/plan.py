@@ -148,7 +148,12 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
     trials = []
     for cell, resolved in decided:
         data_digest, store = stores[_data_key(resolved)]
-        known = identity(resolved.config, data_digest=data_digest, device_type=resolved.device_type)
+        known = identity(
+            resolved.config,
+            data_digest=data_digest,
+            device_type=resolved.device_type,
+            checkpoint_digest=resolved.checkpoint_digest,
+        )
         state, why, run_id = _state(cell, known, children, home, ignore_code=ignore_code)
         trials.append(
             Trial(

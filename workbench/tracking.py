@@ -150,6 +150,14 @@ class Tracker:
         self.client.set_terminated(run_id, status=status, end_time=int(time.time() * 1000))
 
 
+def existing_client(home: Path) -> "MlflowClient | None":
+    """A client of the home's store, whatever the experiment; None where there is no store."""
+    if not store_path(home).is_file():
+        return None
+    with _initialisation_lock(home):
+        return _open(home)
+
+
 def tag(run: "Run", name: str) -> str:
     """One of our tags, or the empty string."""
     return str(run.data.tags.get(f"{TAG}{name}", ""))
