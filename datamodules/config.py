@@ -16,9 +16,9 @@ class DataConfig:
     """`python_stdlib` (this Python's own source files, one a document) or the path of a `.jsonl` file."""
     text_field: str = "text"
     """Key of a jsonl line's object that holds the document's text."""
-    tokenizer: str | None = None
-    """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one. null: that of
-    `model.checkpoint`; without a checkpoint, bytes."""
+    tokenizer: str = "auto"
+    """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one. `auto`: that of
+    `model.checkpoint`, an error if it has none; without a checkpoint `byte`."""
     context_length: int = 2048
     """Length of a row in tokens, anchors included."""
     packing: Literal["concatenate", "best_fit"] = "concatenate"
@@ -56,7 +56,7 @@ class DataConfig:
             broken.append("data.corpus is empty. Set python_stdlib or the path of a .jsonl file.")
         if not self.text_field:
             broken.append("data.text_field is empty. Set the key that holds the text in each line.")
-        if self.tokenizer == "":
+        if not self.tokenizer:
             broken.append("data.tokenizer is empty. Set byte or the path of a tokenizer.json.")
         if self.context_length < 2:
             broken.append(f"data.context_length={self.context_length} leaves nothing to predict. Set 2 or more tokens.")

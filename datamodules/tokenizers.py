@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-BYTE = "byte"
-"""The tokenizer that needs no file."""
 _COMMON_ANCHORS = ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]", "<|startoftext|>", "<|endoftext|>")
 _COMMON_ENDS = ("</s>", "<|end_of_text|>", "<eos>", "[EOS]", "<|endoftext|>")
 
@@ -91,7 +89,7 @@ def load_tokenizer(spec: str, anchor_token: str | None = None, end_of_document: 
     Raises:
         ValueError: no such file, a file that is no tokenizer, or special tokens it does not have.
     """
-    if spec == BYTE:
+    if spec == "byte":
         return _byte_tokenizer(anchor_token, end_of_document)
     file = Path(spec).expanduser()
     file = file / "tokenizer.json" if file.is_dir() else file

@@ -1,208 +1,186 @@
-"""`config.json` of a Hugging Face checkpoint, read as a shape of ours and written from one.
+"""`config.json` of a Hugging Face checkpoint to a model's shape, and back.
 
-    model_type   biases of q, k, v   of the output   of the SwiGLU   norm of q and k
-    llama        attention_bias      the same        mlp_bias        no
-    mistral      no                  no              no              no
-    qwen2        yes                 no              no              no
-    qwen3        attention_bias      the same        no              yes
+    {"model_type": "qwen3", "hidden_size": 1024, ...}  <->  LlamaConfig
 
-Source: the configuration and modeling files of these four in Hugging Face's transformers 5.
+Read are Llama, Mistral, Qwen2 and Qwen3; whatever would compute something else than `modules/llama.py` is refused by
+its key. Written is the family that a shape belongs to: q/k norms make it a Qwen3, biases on q, k and v alone a Qwen2.
+
+Source: `configuration_llama.py`, `_mistral`, `_qwen2` and `_qwen3` of transformers 5, their defaults included.
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from modules.llama import LlamaConfig
 from modules.rotary_scaling import ScalingConfig
 
-CONFIG_FILE = "config.json"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a `model_type` means where its `config.json` is silent."""
+
+    max_positions: int
+    kv_heads: int | None = None
+    """None: as many as heads."""
+    head_width: int | None = None
+    """None: width / heads."""
+    sliding_window: int | None = None
+    window_is_switched: bool = False
+    """The window counts only where `use_sliding_window` is true."""
+
+
+FAMILIES = {
+    "llama": Family(max_positions=2048),
+    "mistral": Family(max_positions=131_072, kv_heads=8, sliding_window=4096),
+    "qwen2": Family(max_positions=32_768, kv_heads=32, window_is_switched=True),
+    "qwen3": Family(max_positions=32_768, kv_heads=32, head_width=128, window_is_switched=True),
 }
-_DEFAULT_THETA = 10_000.0
+
+_SIZES = {
+    "vocab_size": "vocabulary_size",
+    "hidden_size": "width",
+    "intermediate_size": "hidden_width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+}
 
 
-def read_shape(directory: Path) -> LlamaConfig:
-    """The shape that a checkpoint directory's `config.json` describes.
+def shape_of_json(config_json: Mapping[str, Any]) -> LlamaConfig:
+    """The shape that transformers would build from a `config.json`.
 
     Raises:
-        ValueError: no such file, no JSON, another architecture, something that we would compute otherwise (a sliding
-            window, another activation, quantised weights), or a missing or broken value; names file and key.
+        ValueError: another architecture, or keys that are missing, of a wrong kind or not supported; all at once.
     """
-    path = directory / CONFIG_FILE
-    if not directory.is_dir():
-        raise ValueError(f"{directory}: is no checkpoint directory.")
+    name = config_json.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type={name!r} is another architecture. Known: {', '.join(FAMILIES)}.")
+    family, broken = FAMILIES[name], _unsupported(config_json, FAMILIES[name])
+
+    def value(key: str, kind: type, default: Any = None) -> Any:
+        found = config_json.get(key)
+        found = default if found is None else found
+        fits = isinstance(found, kind) or (kind is float and isinstance(found, int))
+        if not fits or (isinstance(found, bool) and kind is not bool):
+            words = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+            broken.append(f"{key} is missing." if found is None else f"{key}={found!r} must be {words}.")
+            return kind(1)
+        return kind(found)
+
+    shape: dict[str, Any] = {ours: value(theirs, int) for theirs, ours in _SIZES.items()}
+    width, heads = shape["width"], shape["heads"]
+    shape["kv_heads"] = value("num_key_value_heads", int, family.kv_heads or heads)
+    if config_json.get("head_dim") is None and family.head_width is None and heads > 0 and width % heads:
+        broken.append(f"head_dim is missing, and hidden_size={width} is no multiple of num_attention_heads={heads}.")
+    shape["head_width"] = value("head_dim", int, family.head_width or width // max(heads, 1))
+    shape["max_positions"] = value("max_position_embeddings", int, family.max_positions)
+    shape["norm_epsilon"] = value("rms_norm_eps", float, 1e-6)
+    shape["tied_embeddings"] = value("tie_word_embeddings", bool, False)
+    all_biases = name in ("llama", "qwen3") and value("attention_bias", bool, False)
+    shape["attention_bias"] = all_biases or name == "qwen2"
+    shape["attention_output_bias"] = all_biases
+    shape["mlp_bias"] = name == "llama" and value("mlp_bias", bool, False)
+    shape["qk_norm"] = name == "qwen3"
     try:
-        given = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}). A checkpoint directory holds one.") from error
+        scaling, theta = ScalingConfig.of_hugging_face(config_json)
+        shape |= {"rope_scaling": scaling, "rope_theta": 10_000.0 if theta is None else theta}
+        if (share := scaling.partial_rotary_factor) is not None and share != 1:
+            broken.append(
+                f"partial_rotary_factor={share!r} means nothing to model_type={name!r}: transformers turns all "
+                "dimensions there. Remove it, or set rotary.scaling.partial_rotary_factor for a model of your own."
+            )
     except ValueError as error:
-        raise ValueError(f"{path}: is no JSON: {error}.") from error
-    if not isinstance(given, dict):
-        raise ValueError(f"{path}: must hold one JSON object.")
-    try:
-        return _shape(given)
-    except ValueError as error:
-        raise ValueError("\n".join(f"{path}: {line}" for line in str(error).splitlines())) from error
+        broken += str(error).splitlines()
+    if not broken:
+        try:
+            return LlamaConfig(**shape)
+        except ValueError as error:
+            broken += str(error).splitlines()
+    raise ValueError("\n".join(broken))
 
 
-def shape_as_json(
-    shape: LlamaConfig,
-    *,
-    theta: float,
-    scaling: ScalingConfig,
-    dtype: torch.dtype,
-    bos_id: int | None,
-    end_id: int | None,
-) -> dict[str, Any]:
-    """The `config.json` that makes transformers compute what the model computes.
+def _unsupported(config_json: Mapping[str, Any], family: Family) -> list[str]:
+    """Settings that would change what is computed, a sentence each."""
+    broken = []
+    if (act := config_json.get("hidden_act", "silu")) not in ("silu", "swish"):
+        broken.append(f"hidden_act={act!r} is not supported: the model computes silu.")
+    window = config_json.get("sliding_window", family.sliding_window)
+    if window is not None and (not family.window_is_switched or config_json.get("use_sliding_window")):
+        given = "is not given, which means 4096 here" if "sliding_window" not in config_json else f"={window!r}"
+        broken.append(
+            f"sliding_window{'' if given[0] == '=' else ' '}{given}: a window in all or some layers of a checkpoint is "
+            'not supported. For full attention, as in Mistral from v0.2 on, write "sliding_window": null.'
+        )
+    kinds = set(config_json.get("layer_types") or []) - {"full_attention"}
+    if kinds and not any("sliding_window" in line for line in broken):
+        broken.append(f"layer_types holds {', '.join(sorted(map(str, kinds)))}: only full_attention is supported.")
+    if config_json.get("quantization_config"):
+        broken.append("quantization_config: quantised weights are not supported. Save the model dequantised.")
+    return broken
+
+
+def json_of_shape(shape: LlamaConfig, *, dtype: str) -> dict[str, Any]:
+    """A `config.json` from which transformers builds the same model.
 
     Args:
-        shape: of the weights.
-        theta: base of the frequencies in use, `Llama.theta`.
-        scaling: in use, `Llama.scaling`.
-        dtype: of the weights.
-        bos_id: beginning of sequence, None for no such token.
-        end_id: end of sequence, None for no such token.
+        shape: theta, scaling and positions are those to write.
+        dtype: of the weights, as in "float32".
     Raises:
-        ValueError: no architecture of transformers' has this combination.
+        ValueError: no family computes this shape.
     """
-    kind = _model_type(shape)
-    if scaling.turning_width(shape.head_width) != shape.head_width:
-        raise ValueError(
-            f"partial_rotary_factor={scaling.partial_rotary_factor}: transformers' {ARCHITECTURES[kind]} turns whole "
-            "heads, so it would compute something else. This model cannot be exported."
-        )
-    written = {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        "vocab_size": shape.vocabulary_size,
-        "hidden_size": shape.width,
-        "intermediate_size": shape.hidden_width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
+    name = _family_of(shape)
+    rope = shape.rope_scaling.to_hugging_face(
+        theta=shape.rope_theta, head_width=shape.head_width, max_positions=shape.max_positions
+    )
+    parameters = dict(rope["rope_parameters"])
+    written: dict[str, Any] = {
+        "architectures": [
+            {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(name, f"{name.title()}ForCausalLM")
+        ],
+        "model_type": name,
+        **{theirs: getattr(shape, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_width,
         "hidden_act": "silu",
         "rms_norm_eps": shape.norm_epsilon,
         "tie_word_embeddings": shape.tied_embeddings,
-        "attention_dropout": 0.0,
-        "dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": bos_id,
-        "eos_token_id": end_id,
-        **scaling.to_hugging_face(theta=theta, head_width=shape.head_width, max_positions=shape.max_positions),
+        "torch_dtype": dtype,
+        **rope,
+        # The form that transformers before 5 and other programs read.
+        "rope_theta": parameters.pop("rope_theta"),
+        "rope_scaling": parameters if parameters["rope_type"] != "default" else None,
     }
-    if kind in ("llama", "qwen3"):
+    if name in ("llama", "qwen3"):
         written["attention_bias"] = shape.attention_bias
-    if kind == "llama":
+    if name == "llama":
         written["mlp_bias"] = shape.mlp_bias
-    if kind.startswith("qwen"):
-        written |= {"use_sliding_window": False, "sliding_window": None}
-    return written
+    if name in ("qwen2", "qwen3"):
+        written |= {"use_sliding_window": False, "max_window_layers": shape.layers}
+    return {**written, "sliding_window": None} if name != "llama" else written
 
 
-def _model_type(shape: LlamaConfig) -> str:
-    biases = (shape.attention_bias, shape.attention_output_bias, shape.mlp_bias)
-    if shape.qk_norm and biases in ((False, False, False), (True, True, False)):
-        return "qwen3"
-    if not shape.qk_norm and biases == (True, False, False):
-        return "qwen2"
-    if not shape.qk_norm and shape.attention_bias == shape.attention_output_bias:
-        return "llama"
-    raise ValueError(
-        f"attention_bias={biases[0]}, attention_output_bias={biases[1]}, mlp_bias={biases[2]}, "
-        f"qk_norm={shape.qk_norm}: no architecture of transformers' has this combination, so the model cannot be "
-        "exported."
-    )
-
-
-def _shape(given: Mapping[str, Any]) -> LlamaConfig:
-    kind = given.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ValueError(f"model_type={kind!r} is none of {', '.join(ARCHITECTURES)}, which are what can be read.")
-    broken = [*_foreign(kind, given)]
-
-    def number(key: str, default: int | None = None) -> int:
-        value = given.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            broken.append(f"{key}={value!r} must be a whole number, at least 1.")
-            return 1
-        return value
-
-    def flag(key: str) -> bool:
-        value = given.get(key, False)
-        if not isinstance(value, bool):
-            broken.append(f"{key}={value!r} must be true or false.")
-        return bool(value)
-
-    width, heads = number("hidden_size"), number("num_attention_heads")
-    if given.get("head_dim") is None and width % heads:
-        broken.append(f"hidden_size={width} is no multiple of num_attention_heads={heads}, and head_dim is not given.")
-    epsilon = given.get("rms_norm_eps", 1e-6)
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
-        broken.append(f"rms_norm_eps={epsilon!r} must be a number.")
-        epsilon = 1e-6
-    scaling, theta = ScalingConfig(rope_type="default"), None
-    try:
-        scaling, theta = ScalingConfig.of_hugging_face(given)
-    except ValueError as error:
-        broken += str(error).splitlines()
-    has_attention_bias = kind == "qwen2" or (kind in ("llama", "qwen3") and flag("attention_bias"))
-    sizes: dict[str, Any] = {
-        "vocabulary_size": number("vocab_size"),
-        "width": width,
-        "layers": number("num_hidden_layers"),
-        "heads": heads,
-        "kv_heads": number("num_key_value_heads", heads if kind == "llama" else None),
-        "head_width": number("head_dim", max(width // heads, 1)),
-        "hidden_width": number("intermediate_size"),
-        "max_positions": number("max_position_embeddings"),
+def _family_of(shape: LlamaConfig) -> str:
+    """The `model_type` that computes a shape."""
+    flags = {
+        "attention_bias": shape.attention_bias,
+        "attention_output_bias": shape.attention_output_bias,
+        "mlp_bias": shape.mlp_bias,
+        "qk_norm": shape.qk_norm,
     }
-    flags: dict[str, Any] = {
-        "tied_embeddings": flag("tie_word_embeddings"),
-        "attention_bias": has_attention_bias,
-        "attention_output_bias": has_attention_bias and kind != "qwen2",
-        "mlp_bias": kind == "llama" and flag("mlp_bias"),
-        "qk_norm": kind == "qwen3",
-    }
-    if broken:
-        raise ValueError("\n".join(broken))
-    return LlamaConfig(
-        **sizes, **flags, norm_epsilon=float(epsilon), rope_theta=theta or _DEFAULT_THETA, rope_scaling=scaling
-    )
-
-
-def _foreign(kind: str, given: Mapping[str, Any]) -> list[str]:
-    """What would make transformers compute something that we do not."""
-    broken = []
-    architectures = given.get("architectures")
-    if architectures and architectures != [ARCHITECTURES[kind]]:
-        broken.append(f"architectures={architectures!r}: only {ARCHITECTURES[kind]} can be read.")
-    if (activation := given.get("hidden_act", "silu")) != "silu":
-        broken.append(f"hidden_act={activation!r} is not known, only silu.")
-    window = given.get("sliding_window")
-    is_active = kind == "mistral" or bool(given.get("use_sliding_window"))
-    positions = given.get("max_position_embeddings")
-    reaches = isinstance(window, int) and isinstance(positions, int) and window >= positions
-    if window is not None and is_active and not reaches:
-        broken.append(
-            f"sliding_window={window!r}: these weights were trained to see that many tokens back, and our strategies "
-            "are settings of the run. Set sliding_window to null there for rows that are no longer, where it changes "
-            "nothing; for longer ones also set attention.strategy=sliding_window and attention.window."
+    whole_heads = shape.width % shape.heads == 0
+    share = shape.rope_scaling.partial_rotary_factor
+    if share is not None and share != 1:
+        raise ValueError(
+            f"partial_rotary_factor={share!r}: no Llama, Mistral or Qwen of transformers turns a part of each head, so "
+            "their logits would differ."
         )
-    layer_types = given.get("layer_types") or []
-    if window is None or not is_active:
-        foreign = sorted({str(name) for name in layer_types if name != "full_attention"})
-        if foreign:
-            broken.append(f"layer_types holds {', '.join(foreign)}: only full_attention can be read.")
-    if given.get("quantization_config"):
-        broken.append("quantization_config: quantised weights cannot be read. Save the model in bfloat16 or float32.")
-    return broken
+    if shape.qk_norm and shape.attention_bias == shape.attention_output_bias and not shape.mlp_bias:
+        return "qwen3"
+    if not shape.qk_norm and shape.attention_bias == shape.attention_output_bias and whole_heads:
+        return "llama"
+    if not any(flags.values()):
+        return "mistral"  # a Llama whose heads need not divide its width
+    if shape.attention_bias and not (shape.attention_output_bias or shape.mlp_bias or shape.qk_norm):
+        return "qwen2"
+    given = ", ".join(f"{flag}={is_on}" for flag, is_on in flags.items())
+    raise ValueError(f"No Llama, Mistral or Qwen of transformers has {given} at {shape.heads} heads of {shape.width}.")

@@ -1,219 +1,223 @@
-"""Weights of a Hugging Face checkpoint directory, read into a Llama and written from one, as safetensors alone.
+"""Checkpoints in Hugging Face's form, read and written without transformers.
 
-Names there carry `model.` in front of everything but `lm_head`. Pickle files are never opened: loading one runs the
-code in it.
+    config.json, model.safetensors   <->   Llama
+    model.layers.0.self_attn.q_proj.weight   is   layers.0.self_attn.q_proj.weight   here
 
-Source: the safetensors format and Hugging Face's `model.safetensors.index.json`.
+Source: `save_pretrained` of transformers 5: names, index and sizes of shards.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from modules.attention.strategies import STRATEGIES
-from modules.hf_config import CONFIG_FILE
+from modules.hf_config import json_of_shape, shape_of_json
+from modules.hf_tensors import INDEX, SINGLE, StoredTensors, read_json_object, stored_tensors
 from modules.llama import Llama, LlamaConfig
 from modules.rotary import RotaryConfig
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
-"""Largest file that is written."""
-_DTYPES = {"F64", "F32", "F16", "BF16"}
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MAX_SHARD_BYTES = 5_000_000_000
+"""Transformers' own "5GB"."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_NO_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Ends of names that older files hold and that follow from `config.json`."""
+_KINDS = ("F64", "F32", "F16", "BF16")
 
 
-class Stored(NamedTuple):
-    """A tensor of a checkpoint, not read yet."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    """As safetensors names it."""
-
-
-def check_weights(directory: Path, shape: LlamaConfig) -> None:
-    """Holds the names and shapes of all tensors to the model's, reading only the files' heads.
+def read_shape(directory: Path) -> LlamaConfig:
+    """The shape that a checkpoint's `config.json` describes.
 
     Raises:
-        ValueError: weights that cannot be read, or every missing, unexpected and mis-shaped tensor.
+        ValueError: no such file, another architecture, or settings that are not supported; all at once.
     """
-    _match(directory, _tensors(directory), shape)
+    path = directory / "config.json"
+    try:
+        return shape_of_json(read_json_object(path))
+    except ValueError as error:
+        lines = [line if line.startswith(str(path)) else f"{path}: {line}" for line in str(error).splitlines()]
+        raise ValueError("\n".join(lines)) from error
 
 
 @torch.no_grad()
 def load_weights(model: Llama, directory: Path) -> None:
-    """Fills a model, in its own dtype, a tensor at a time.
+    """Fills a model with a checkpoint's weights, in the model's dtype, one tensor after the other.
+
+    Parameters on the meta device come into being on the CPU, so that a model built there is in memory once.
 
     Raises:
-        ValueError: as `check_weights`, before anything is filled; or a head beside tied embeddings that differs.
+        ValueError: files that cannot be read, or tensors that are missing, unexpected or of another shape: every one is
+            named, and the model is not touched.
     """
-    from safetensors import safe_open
+    stored = stored_tensors(directory)
+    check_names(model, stored, directory)
+    for name, parameter in list(model.named_parameters()):
+        value = stored.read(hugging_face_name(name))
+        if parameter.is_meta:
+            fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+            fresh.copy_(value)
+            _replace(model, name, nn.Parameter(fresh, requires_grad=parameter.requires_grad))
+        else:
+            parameter.copy_(value)
 
-    stored = _tensors(directory)
-    names = _match(directory, stored, model.config)
-    parameters = dict(model.named_parameters())
-    for file in sorted({stored[name].file for name in names}):
-        with safe_open(file, framework="pt") as tensors:
-            for name in (name for name in names if stored[name].file == file):
-                parameters[names[name]].copy_(tensors.get_tensor(name))
-    if model.config.tied_embeddings and "lm_head.weight" in stored:
-        head_VE = _read(stored, "lm_head.weight")
-        if not torch.equal(head_VE, _read(stored, "model.embed_tokens.weight")):
-            raise ValueError(
-                f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight. "
-                "Set tie_word_embeddings to false in config.json, or remove lm_head.weight."
+
+def check_weights(directory: Path, shape: LlamaConfig) -> None:
+    """Holds a checkpoint's tensors to a shape, from the files' heads alone.
+
+    Raises:
+        ValueError: files that cannot be read, or what `check_names` finds.
+    """
+    with torch.device("meta"):
+        model = Llama(shape, strategy=STRATEGIES["full"], kernel="reference", rotary=RotaryConfig())
+    check_names(model, stored_tensors(directory), directory)
+
+
+def check_names(model: Llama, stored: StoredTensors, directory: Path) -> None:
+    """Holds a checkpoint's tensors to a model's, both ways.
+
+    Raises:
+        ValueError: tensors that are missing, unexpected or of another shape, every one with its name.
+    """
+    wanted = {hugging_face_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    there = {name: shape for name, shape in stored.shapes.items() if not name.endswith(_NO_WEIGHTS)}
+    broken = []
+    if model.lm_head is None and _HEAD in there and _EMBEDDING in there:
+        if not torch.equal(stored.read(_HEAD), stored.read(_EMBEDDING)):
+            broken.append(
+                f"different: {_HEAD} and {_EMBEDDING} are not equal, but config.json says tie_word_embeddings=true. "
+                "Set that to false, or remove the head."
             )
+        del there[_HEAD]
+    broken += [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in there]
+    broken += [f"unexpected: {name} {list(shape)}" for name, shape in there.items() if name not in wanted]
+    broken += [
+        f"of another shape: {name} is {list(there[name])} in the file and {list(shape)} by config.json"
+        for name, shape in wanted.items()
+        if name in there and there[name] != shape
+    ]
+    broken += [
+        f"of another kind: {name} holds {stored.kinds[name]}, not floating-point numbers of 16 to 64 bits"
+        for name in wanted
+        if name in there and stored.kinds[name] not in _KINDS
+    ]
+    if broken:
+        raise ValueError(
+            f"{directory}: the weights do not fit config.json, in {len(broken)} tensors:\n  " + "\n  ".join(broken)
+        )
 
 
-def save_checkpoint(
-    directory: Path,
-    weights: Mapping[str, Tensor],
-    config_json: Mapping[str, Any],
-    *,
-    more_files: Mapping[str, bytes] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Writes a directory that transformers loads: whole, or not at all.
+def save_checkpoint(model: Llama, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes a model as a checkpoint that transformers loads: theta, scaling and positions as they are in use.
 
     Args:
-        directory: must not exist, or be empty.
-        weights: by our names, as `Llama.state_dict()` has them.
-        config_json: of `modules.hf_config.shape_as_json`.
-        more_files: name -> content, written beside.
-        shard_bytes: largest file of weights.
+        model: weights are written in their own dtype.
+        directory: is made; empty at most. A stopped write leaves nothing under this name.
+        max_shard_bytes: from here on the weights are spread over several files.
     Raises:
-        ValueError: the directory holds something already.
-        OSError: it cannot be written; nothing is left.
+        ValueError: the folder holds something, or no family of transformers computes this model.
+    """
+    with new_folder(directory) as folder:
+        write_checkpoint(model, folder, max_shard_bytes=max_shard_bytes)
+
+
+def write_checkpoint(
+    model: Llama, folder: Path, *, extra: dict[str, Any] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """`save_checkpoint` into a folder that is there.
+
+    Args:
+        model: as there.
+        folder: an empty one, such as `new_folder` makes.
+        extra: more keys of `config.json`, such as the ids of special tokens.
+        max_shard_bytes: as there.
     """
     from safetensors.torch import save_file
 
+    dtype = str(model.embed_tokens.weight.dtype).removeprefix("torch.")
+    config_json = json_of_shape(shape_in_use(model), dtype=dtype) | (extra or {})
+    tensors = {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    shards = _shards(tensors, max_shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        save_file({name: tensors[name].contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # the library makes it readable to its owner alone
+    if len(shards) > 1:
+        total = {"total_size": sum(_size(tensor) for tensor in tensors.values())}
+        write_json_object(folder / INDEX, {"metadata": total, "weight_map": weight_map})
+    write_json_object(folder / "config.json", config_json)
+
+
+def shape_in_use(model: Llama) -> LlamaConfig:
+    """A model's shape with the theta and scaling that it computes with."""
+    return replace(model.config, rope_theta=float(model.theta), rope_scaling=model.scaling)
+
+
+@contextmanager
+def new_folder(directory: Path) -> Iterator[Path]:
+    """A folder to fill that gets its name when all of it is written, and vanishes on an error.
+
+    Raises:
+        ValueError: something of that name is there.
+    """
+    directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory}: exists already and is not empty. Name another directory.")
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
+        raise ValueError(f"{directory}: exists and is not empty. Name a new folder.")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(directory)
+    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    partial.mkdir()
     try:
-        temporary.mkdir(parents=True)
-        named = {_hugging_face_name(name): tensor.contiguous() for name, tensor in weights.items()}
-        shards = _shards(named, shard_bytes)
-        total = sum(tensor.nbytes for tensor in named.values())
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, start=1):
-            file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            save_file({name: named[name] for name in names}, temporary / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(names, file)
-        if len(shards) > 1:
-            _write_json(temporary / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(temporary / CONFIG_FILE, config_json)
-        for name, content in (more_files or {}).items():
-            (temporary / name).write_bytes(content)
-        os.replace(temporary, directory)  # an empty directory gives way
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        yield partial
+        os.replace(partial, directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
-def _tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the checkpoint, from the heads of its files."""
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Stored] = {}
-    for file in _files(directory):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
-                    part = tensors.get_slice(name)
-                    found[name] = Stored(file, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file}: is broken or cut short ({error}). Copy or download it again.") from error
-    return found
+def _remove_leftovers(directory: Path) -> None:
+    """What a killed write left behind."""
+    for old in directory.parent.glob(f".{directory.name}.*.partial"):
+        pid = old.name.removesuffix(".partial").rpartition(".")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def _files(directory: Path) -> list[Path]:
-    index = directory / INDEX_FILE
-    if not index.is_file():
-        if (directory / WEIGHTS_FILE).is_file():
-            return [directory / WEIGHTS_FILE]
-        pickles = sorted(path.name for pattern in _PICKLES for path in directory.glob(pattern))
-        if pickles:
-            raise ValueError(
-                f"{directory}: holds its weights as pickle ({pickles[0]}), which is not opened, since that runs the "
-                "code in it. If you trust the file, load it with transformers and write it anew: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)."
-            )
-        raise ValueError(f"{directory}: holds neither {WEIGHTS_FILE} nor {INDEX_FILE}.")
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index}: is no index of a checkpoint ({error!r}).") from error
-    if foreign := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-        raise ValueError(f"{index}: names {foreign[0]!r}, which is no file of this directory.")
-    if missing := sorted(name for name in names if not (directory / name).is_file()):
-        raise ValueError(f"{index}: names {', '.join(missing)}, missing in {directory}. Download the checkpoint again.")
-    return sorted(directory / name for name in names)
+def write_json_object(path: Path, value: dict[str, Any]) -> None:
+    """JSON with two spaces, as transformers writes it."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _match(directory: Path, stored: Mapping[str, Stored], shape: LlamaConfig) -> dict[str, str]:
-    """Name in the checkpoint -> our parameter, for every parameter of the model."""
-    with torch.device("meta"):
-        model = Llama(shape, strategy=STRATEGIES["full"], kernel="reference", rotary=RotaryConfig())
-    wanted = {_hugging_face_name(name): name for name, _ in model.named_parameters()}
-    shapes = {_hugging_face_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    ignored = {name for name in stored if name.endswith("rotary_emb.inv_freq")}  # made anew: see modules/rotary.py
-    if shape.tied_embeddings:
-        ignored.add("lm_head.weight")
-    broken = [f"missing {name} {list(shapes[name])}" for name in wanted if name not in stored]
-    broken += [
-        f"unexpected {name} {list(stored[name].shape)}" for name in stored if name not in wanted and name not in ignored
-    ]
-    broken += [
-        f"{name} is {list(stored[name].shape)}, not {list(shapes[name])}"
-        for name in wanted
-        if name in stored and stored[name].shape != shapes[name]
-    ]
-    broken += [
-        f"{name} is stored as {stored[name].dtype}, not as one of {', '.join(sorted(_DTYPES))}"
-        for name in wanted
-        if name in stored and stored[name].dtype not in _DTYPES
-    ]
-    if broken:
-        raise ValueError(f"{directory}: the weights are not those that config.json describes: {'; '.join(broken)}.")
-    return wanted
+def hugging_face_name(name: str) -> str:
+    """A parameter's name in a checkpoint."""
+    return name if name == _HEAD else f"model.{name}"
 
 
-def _read(stored: Mapping[str, Stored], name: str) -> Tensor:
-    from safetensors import safe_open
-
-    with safe_open(stored[name].file, framework="pt") as tensors:
-        tensor = tensors.get_tensor(name)
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-def _hugging_face_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def _shards(weights: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    """Names by file, in order, each file as full as the limit allows."""
-    return [names for names in _filled(weights, limit) if names]
+def _shards(tensors: dict[str, Tensor], max_bytes: int) -> list[list[str]]:
+    """Names in order, cut where the next one would not fit; a larger tensor stands alone."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _size(tensor) > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += _size(tensor)
+    return shards
 
 
-def _filled(weights: Mapping[str, Tensor], limit: int) -> Iterator[list[str]]:
-    names: list[str] = []
-    size = 0
-    for name, tensor in weights.items():
-        if size + tensor.nbytes > limit:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    yield names
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def _replace(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, parameter)

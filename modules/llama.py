@@ -59,13 +59,13 @@ class LlamaConfig:
     rope_scaling: ScalingConfig = NO_SCALING
     """How the frequencies differ from those of `rope_theta`; complete."""
     attention_bias: bool = False
-    """The projections to queries, keys and values add a bias (Qwen2)."""
+    """On q, k and v, as Qwen2."""
     attention_output_bias: bool = False
-    """So does the one after the attention."""
+    """On what leaves attention."""
     mlp_bias: bool = False
-    """So do the SwiGLU's three."""
+    """On all three matrices of the SwiGLU."""
     qk_norm: bool = False
-    """Each head's queries and keys are normed before they are turned (Qwen3)."""
+    """An RMSNorm over each head of q and k before the rotation, as Qwen3."""
 
     def __post_init__(self) -> None:
         broken = [
@@ -201,11 +201,17 @@ class Attention(nn.Module):
         self.q_proj = Projection(config.width, q_width, bias=config.attention_bias)
         self.k_proj = Projection(config.width, kv_width, bias=config.attention_bias)
         self.v_proj = Projection(config.width, kv_width, bias=config.attention_bias)
-        self.o_proj = Projection(
-            q_width, config.width, bias=config.attention_output_bias, spread=_residual_spread(config)
-        )
-        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
+        spread = _residual_spread(config)
+        self.o_proj = Projection(q_width, config.width, spread=spread, bias=config.attention_output_bias)
+        self.q_norm = HeadNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
+        self.k_norm = HeadNorm(config.head_width, eps=config.norm_epsilon) if config.qk_norm else None
+
+    def projected(self, hidden_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(q_BTW, k_BTW, v_BTW) of the normed residual stream, biased and normed, not yet rotated."""
+        q_BTW, k_BTW, v_BTW = (project(hidden_BTE) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTW, k_BTW = self.q_norm(q_BTW), self.k_norm(k_BTW)
+        return q_BTW, k_BTW, v_BTW
 
     def forward(self, hidden_BTE: Tensor, tables: RotaryTables, borders: Borders) -> Tensor:
         q_BTW, k_BTW, v_BTW = self.projected(hidden_BTE)
@@ -213,14 +219,6 @@ class Attention(nn.Module):
         rotate = _rotate if self.precision in ("float32_scores", "float32") else _rotate_in_python
         q_BHTD, k_BGTD = rotate(q_BTW, k_BTW, tables, self.precision, self.head_width)
         return self.o_proj(_attend(q_BHTD, k_BGTD, v_BTW, borders, self.strategy, self.kernel))
-
-    def projected(self, hidden_BTE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q_BTW, k_BTW and v_BTW: queries, keys and values, heads side by side, before the rotation."""
-        q_BTW, k_BTW, v_BTW = self.q_proj(hidden_BTE), self.k_proj(hidden_BTE), self.v_proj(hidden_BTE)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BTW = self.q_norm(q_BTW.unflatten(-1, (-1, self.head_width))).flatten(-2)
-            k_BTW = self.k_norm(k_BTW.unflatten(-1, (-1, self.head_width))).flatten(-2)
-        return q_BTW, k_BTW, v_BTW
 
 
 @opaque
@@ -271,20 +269,19 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = Projection(config.width, config.hidden_width, bias=config.mlp_bias)
-        self.up_proj = Projection(config.width, config.hidden_width, bias=config.mlp_bias)
-        self.down_proj = Projection(
-            config.hidden_width, config.width, bias=config.mlp_bias, spread=_residual_spread(config)
-        )
+        bias, spread = config.mlp_bias, _residual_spread(config)
+        self.gate_proj = Projection(config.width, config.hidden_width, bias=bias)
+        self.up_proj = Projection(config.width, config.hidden_width, bias=bias)
+        self.down_proj = Projection(config.hidden_width, config.width, spread=spread, bias=bias)
 
     def forward(self, hidden_BTE: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(hidden_BTE)) * self.up_proj(hidden_BTE))
 
 
 class Projection(nn.Linear):
-    """A matrix that starts normal, with a spread of its own; its bias, if it has one, starts at 0."""
+    """A matrix that starts normal, with a spread of its own, and a bias of zeros where there is one."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, spread: float = INITIAL_SPREAD) -> None:
+    def __init__(self, inputs: int, outputs: int, *, spread: float = INITIAL_SPREAD, bias: bool = False) -> None:
         self.spread = spread  # first, since nn.Linear's constructor calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
@@ -292,6 +289,17 @@ class Projection(nn.Linear):
         _draw_normal(self.weight, self.spread)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head by itself, over heads side by side, in the dtype that they come in.
+
+    Under autocast the heads are low and the weights float32: the norm is wide then and rounded once.
+    """
+
+    def forward(self, x_BTW: Tensor) -> Tensor:
+        heads_BTHD = x_BTW.unflatten(-1, (-1, self.normalized_shape[0]))
+        return super().forward(heads_BTHD.to(self.weight.dtype)).to(x_BTW.dtype).flatten(-2)
 
 
 class Embedding(nn.Embedding):
@@ -305,19 +313,16 @@ def parameter_count(config: LlamaConfig) -> int:
     """Parameters of the model, a tied matrix once, without building it."""
     c = config
     embeddings = (1 if c.tied_embeddings else 2) * c.vocabulary_size * c.width
-    norms = (2 * c.layers + 1) * c.width + (2 * c.layers * c.head_width if c.qk_norm else 0)
-    biases = 0
-    if c.attention_bias:
-        biases += (c.heads + 2 * c.kv_heads) * c.head_width
-    if c.attention_output_bias:
-        biases += c.width
-    if c.mlp_bias:
-        biases += 2 * c.hidden_width + c.width
-    return embeddings + norms + c.layers * (layer_matrix_parameters(c) + biases)
+    vectors = 2 * c.width  # norms, then biases
+    vectors += 2 * c.head_width if c.qk_norm else 0
+    vectors += c.head_width * (c.heads + 2 * c.kv_heads) if c.attention_bias else 0
+    vectors += c.width if c.attention_output_bias else 0
+    vectors += 2 * c.hidden_width + c.width if c.mlp_bias else 0
+    return embeddings + c.width + c.layers * (vectors + layer_matrix_parameters(c))
 
 
 def layer_matrix_parameters(config: LlamaConfig) -> int:
-    """Elements of one layer's matrices: what each token is multiplied with."""
+    """Elements of one layer's matrices, biases not among them: what each token is multiplied with."""
     c = config
     attention = 2 * c.width * c.head_width * (c.heads + c.kv_heads)
     return attention + 3 * c.width * c.hidden_width

@@ -31,7 +31,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
-    """On matrices, embeddings included; not on norms."""
+    """On matrices, embeddings included; not on norms and biases."""
     warmup_steps: int = 0
     """Steps of rising learning rate; the last of them has the highest."""
     schedule: Schedule = "cosine"
@@ -172,7 +172,7 @@ def check_master_weights(config: OptimizerConfig, precision: str) -> bool:
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> AdamW:
-    """AdamW over the trainable parameters; those with fewer than two dimensions (norms) do not decay.
+    """AdamW over the trainable parameters; those with fewer than two dimensions (norms, biases) do not decay.
 
     Moves master weights where some parameter is in bfloat16 or float16, unless `config.master_weights` is none.
     """

@@ -69,10 +69,11 @@ PRESETS: dict[str, Preset] = {
 class ModelConfig:
     """Which model is trained."""
 
-    preset: str = "debug"
-    """A name in PRESETS: a shape with random weights."""
+    preset: str | None = None
+    """A name in PRESETS. None: the checkpoint's shape, without a checkpoint `debug`."""
     checkpoint: str | None = None
-    """A Hugging Face checkpoint to start from, a directory or a name on the hub (`org/name`), instead of a preset."""
+    """Folder or hub name (organisation/name) of a Hugging Face checkpoint whose shape and weights training starts from.
+    `rotary.theta`, `rotary.scaling` and `max_positions` apply on top."""
     max_positions: int | None = None
     """Positions the model is made for. None: the preset's or checkpoint's."""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -80,21 +81,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         broken = []
-        if self.preset not in PRESETS:
+        if self.preset is not None and self.preset not in PRESETS:
             broken.append(f"model.preset={self.preset!r} is not known.{_suggestion(self.preset, list(PRESETS))}")
-        if self.checkpoint is not None:
-            if not self.checkpoint:
-                broken.append("model.checkpoint is empty. Name a directory or a model of the hub, or leave it out.")
-            if self.preset != "debug":
-                broken.append(
-                    f"model.preset={self.preset!r} and model.checkpoint={self.checkpoint!r} both decide the shape. "
-                    "Leave one out."
-                )
-            if self.overrides:
-                broken.append(
-                    f"model.overrides={self.overrides!r}: a checkpoint's shape is that of its weights. Leave them out; "
-                    "frequencies change by rotary.theta and rotary.scaling, positions by model.max_positions."
-                )
+        if self.checkpoint is not None and self.preset is not None:
+            broken.append(
+                f"model.checkpoint={self.checkpoint!r} and model.preset={self.preset!r} contradict each other: a "
+                "checkpoint brings its own shape. Leave one out (model.preset=null)."
+            )
+        if self.checkpoint == "":
+            broken.append("model.checkpoint is empty. Set a folder or a hub name, or null for random weights.")
         if self.max_positions is not None and self.max_positions < 1:
             broken.append(f"model.max_positions={self.max_positions} must be at least 1, or null for the preset's.")
         if (
@@ -119,7 +114,7 @@ class ModelConfig:
         rope_theta: float | None = None,
         rope_scaling: ScalingConfig | None = None,
         *,
-        own: LlamaConfig | None = None,
+        checkpoint: LlamaConfig | None = None,
     ) -> LlamaConfig:
         """The complete shape.
 
@@ -128,14 +123,22 @@ class ModelConfig:
             rope_theta: `rotary.theta`, which wins over the preset's; None where it is not set.
             rope_scaling: `rotary.scaling`, which wins over the preset's where it names a type. The original length
                 it leaves open is the preset's.
-            own: the checkpoint's shape, instead of the preset's.
+            checkpoint: the shape in `checkpoint`; None where none is named.
         Raises:
             ValueError: the tokenizer does not fit the vocabulary, sizes do not fit one another, or theta is set
                 twice; all broken rules at once, with their keys.
         """
-        base = PRESETS[self.preset] if own is None else own
-        shape = {f.name: getattr(base, f.name) for f in fields(base)} | self.overrides
-        broken = []
+        base = PRESETS[self.preset or "debug"] if checkpoint is None else checkpoint
+        overrides, broken = self.overrides, []
+        if checkpoint is not None:
+            broken += [
+                f"model.overrides.{key}={value!r}, but the checkpoint has {getattr(checkpoint, key)!r}, and its "
+                "weights mean nothing under another. Leave it out."
+                for key, value in self.overrides.items()
+                if key not in _FREE_OF_WEIGHTS and value != getattr(checkpoint, key)
+            ]
+            overrides = {key: value for key, value in overrides.items() if key in _FREE_OF_WEIGHTS}
+        shape = {f.name: getattr(base, f.name) for f in fields(base)} | overrides
         if rope_scaling is not None:
             shape["rope_scaling"] = rope_scaling.completed(base.rope_scaling, max_positions=base.max_positions)
         if self.max_positions is not None:
@@ -149,13 +152,15 @@ class ModelConfig:
             shape["rope_theta"] = rope_theta
         if shape["vocabulary_size"] is None:
             shape["vocabulary_size"] = vocabulary_size
-        elif vocabulary_size > shape["vocabulary_size"]:
-            where, remedy = "model.overrides.vocabulary_size", f"Set it to at least {vocabulary_size}, or "
-            if own is not None:
-                where, remedy = f"model.checkpoint={self.checkpoint!r}", "Set "
+        elif vocabulary_size > shape["vocabulary_size"] and checkpoint is not None:
             broken.append(
-                f"{where}: the model has {shape['vocabulary_size']} tokens, the tokenizer {vocabulary_size}. {remedy}"
-                "data.tokenizer to a smaller one."
+                f"model.checkpoint: the checkpoint has {shape['vocabulary_size']} tokens, the tokenizer "
+                f"{vocabulary_size}. Set data.tokenizer to the one it was trained with."
+            )
+        elif vocabulary_size > shape["vocabulary_size"]:
+            broken.append(
+                f"model.overrides.vocabulary_size: the model has {shape['vocabulary_size']} tokens, the tokenizer "
+                f"{vocabulary_size}. Set it to at least {vocabulary_size}, or data.tokenizer to a smaller one."
             )
         if "head_width" not in shape:
             width, heads = shape["width"], shape["heads"]
@@ -181,6 +186,10 @@ class ModelConfig:
 
 _FIELD_TYPES: dict[str, type] = {f.name: f.type for f in fields(LlamaConfig) if f.name != "rope_scaling"}  # type: ignore[misc]
 """What may be overridden: the frequencies' scaling has a section of its own, `rotary.scaling`."""
+
+
+_FREE_OF_WEIGHTS = ("max_positions", "rope_theta")
+"""What a checkpoint's shape may be given anew: no weight depends on it."""
 
 
 def _fits(value: object, expected: type) -> bool:

@@ -17,18 +17,18 @@ from datamodules.config import DataConfig
 from datamodules.packing import PackPlan
 from datamodules.splits import PackedPart, plan_parts
 from datamodules.token_store import TokenStore
-from datamodules.tokenizers import BYTE, Tokenizer, load_tokenizer
+from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
 from modules.compilation import why_no_compilation
-from modules.hf_config import read_shape
-from modules.hf_weights import check_weights, load_weights
+from modules.hf_tensors import checkpoint_digest
+from modules.hf_weights import check_weights, load_weights, read_shape
 from modules.llama import Llama, LlamaConfig
 from modules.optim import check_master_weights
 from modules.precision import BFLOAT16_PRODUCTS, DTYPES, Bfloat16Products, check_precision, resolve_bfloat16_products
 from workbench.config import RunConfig
 from workbench.errors import UserError, user_input
-from workbench.pretrained import TOKENIZER_FILE, checkpoint_digest, checkpoint_directory
+from workbench.pretrained import checkpoint_directory
 
 if TYPE_CHECKING:
     from datamodules.packed_text import PackedTextDataModule
@@ -43,29 +43,31 @@ class Resolved:
 
     config: RunConfig
     data: DataConfig
-    """With anchor and positions decided."""
+    """With tokenizer, anchor and positions decided."""
     strategy: Strategy
     tokenizer: Tokenizer
     shape: LlamaConfig
     device_type: str
     kernel: str
     bfloat16_products: Bfloat16Products
-    checkpoint: Path | None = None
-    """Directory of the weights to start from."""
-    checkpoint_digest: str | None = None
-    """Their content."""
+    checkpoint: Path | None
+    """Folder of `model.checkpoint`."""
+    checkpoint_digest: str | None
+    """Identity of what that folder holds."""
 
     def to_params(self) -> dict[str, Any]:
         """What `auto` became, for the run's params."""
         return {
             "resolved.kernel": self.kernel,
             **self._kernel_details(),
+            **({"resolved.checkpoint_digest": self.checkpoint_digest} if self.checkpoint_digest else {}),
             "resolved.device": self.device_type,
             "resolved.bfloat16_products": self._products_in_words(),
             "resolved.master_weights": "float32" if self._has_master_weights() else "none",
             "resolved.anchor": self.data.anchor,
             "resolved.positions": self.data.positions,
-            "resolved.checkpoint_digest": self.checkpoint_digest,
+            "resolved.tokenizer": self.data.tokenizer,
+            "resolved.tokenizer_digest": self.tokenizer.digest,
             "resolved.vocabulary_size": self.shape.vocabulary_size,
             "resolved.rope_theta": self.shape.rope_theta,
             "resolved.rope_type": self.shape.rope_scaling.rope_type,
@@ -107,18 +109,23 @@ def check(config: RunConfig) -> Resolved:
     def attempt(step: Callable[[], T]) -> T | None:
         try:
             return step()
-        except ValueError as error:
+        except (ValueError, UserError) as error:
             problems.extend(str(error).splitlines())
             return None
 
     strategy = config.attention.resolve()
     device_type = attempt(lambda: _device_type(config))
+    named = config.model.checkpoint
+    checkpoint = attempt(lambda: checkpoint_directory(named)) if named is not None else None
+    base = attempt(lambda: read_shape(checkpoint)) if checkpoint is not None else None
     data = attempt(lambda: _decide_data(config.data, strategy))
-    checkpoint = attempt(lambda: _checkpoint(config))
-    tokenizer = shape = None
-    if checkpoint is not None or config.model.checkpoint is None:
-        tokenizer = attempt(lambda: tokenizer_of(config, checkpoint))
-        shape = attempt(lambda: shape_of(config, checkpoint, tokenizer.vocabulary_size if tokenizer else 2))
+    tokenizer_spec = attempt(lambda: _tokenizer_spec(config, checkpoint))
+    tokenizer = attempt(lambda: _tokenizer(config.data, tokenizer_spec)) if tokenizer_spec else None
+    shape = None
+    if named is None or base is not None:
+        shape = attempt(lambda: _shape(config, tokenizer.vocabulary_size if tokenizer else 2, base))
+    if checkpoint is not None and base is not None:
+        attempt(lambda: check_weights(checkpoint, base))
     attempt(lambda: _schedule(config))
     attempt(lambda: _shift_deviation(config, shape))
     attempt(lambda: check_master_weights(config.optimizer, config.trainer.precision))
@@ -137,10 +144,10 @@ def check(config: RunConfig) -> Resolved:
         kernel = attempt(lambda: _kernel(config, strategy, device_type, shape))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    assert device_type and data and tokenizer and shape and products and kernel
+    assert device_type and data and tokenizer and tokenizer_spec and shape and products and kernel
     return Resolved(
         config=config,
-        data=data,
+        data=replace(data, tokenizer=tokenizer_spec),
         strategy=strategy,
         tokenizer=tokenizer,
         shape=shape,
@@ -190,43 +197,29 @@ def _schedule(config: RunConfig) -> None:
         )
 
 
-def _checkpoint(config: RunConfig) -> Path | None:
-    """Where the weights to start from lie, once they are known to be whole and to fit their own description."""
-    if config.model.checkpoint is None:
-        return None
-    try:
-        directory = checkpoint_directory(config.model.checkpoint)
-        check_weights(directory, read_shape(directory))
-    except ValueError as error:
-        raise ValueError("\n".join(f"model.checkpoint: {line}" for line in str(error).splitlines())) from error
-    return directory
-
-
-def tokenizer_of(config: RunConfig, checkpoint: Path | None) -> Tokenizer:
-    """The tokenizer asked for, else the checkpoint's, else bytes.
-
-    Raises:
-        ValueError: it cannot be read, or the checkpoint has none.
-    """
+def _tokenizer_spec(config: RunConfig, checkpoint: Path | None) -> str | None:
+    """`byte`, or an absolute path. None: it would be the checkpoint's, and that is not there."""
     spec = config.data.tokenizer
-    if spec is None and checkpoint is not None:
-        spec = str(checkpoint / TOKENIZER_FILE)
-        if not Path(spec).is_file():
-            raise ValueError(
-                f"data.tokenizer=null: {checkpoint} has no {TOKENIZER_FILE}. Set data.tokenizer to the path of the "
-                "tokenizer that the checkpoint was trained with."
-            )
-    return load_tokenizer(spec or BYTE, config.data.anchor_token, config.data.end_of_document)
+    if spec == "byte" or (spec == "auto" and config.model.checkpoint is None):
+        return "byte"
+    if spec != "auto":
+        return str(Path(spec).expanduser().absolute())
+    if checkpoint is None:
+        return None
+    if not (checkpoint / "tokenizer.json").is_file():
+        raise ValueError(
+            f"data.tokenizer=auto: model.checkpoint={config.model.checkpoint!r} has no tokenizer.json. Set "
+            "data.tokenizer to the one it was trained with."
+        )
+    return str(checkpoint)
 
 
-def shape_of(config: RunConfig, checkpoint: Path | None, vocabulary_size: int) -> LlamaConfig:
-    """The shape that a config describes.
+def _tokenizer(data: DataConfig, spec: str) -> Tokenizer:
+    return load_tokenizer(spec, data.anchor_token, data.end_of_document)
 
-    Raises:
-        ValueError: settings that do not fit one another, or the rows.
-    """
-    own = read_shape(checkpoint) if checkpoint else None
-    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling, own=own)
+
+def _shape(config: RunConfig, vocabulary_size: int, base: LlamaConfig | None) -> LlamaConfig:
+    shape = config.model.resolve(vocabulary_size, config.rotary.theta, config.rotary.scaling, checkpoint=base)
     length = config.data.context_length
     if config.model.max_positions is None and "max_positions" not in config.model.overrides:
         return replace(shape, max_positions=max(shape.max_positions, length))
@@ -255,12 +248,16 @@ def _kernel(config: RunConfig, strategy: Strategy, device_type: str, shape: Llam
 def model(resolved: Resolved) -> Llama:
     """The Llama with the config's initial weights, in float32 (Lightning's precision plugin casts it)."""
     torch.manual_seed(resolved.config.seed)
-    with torch.device("cpu" if resolved.checkpoint is None else "meta"):
-        llama = Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
-    if resolved.checkpoint is not None:
-        llama.to_empty(device="cpu")
-        with user_input():
-            load_weights(llama, resolved.checkpoint)
+
+    def build() -> Llama:
+        return Llama(resolved.shape, strategy=resolved.strategy, kernel=resolved.kernel, rotary=resolved.config.rotary)
+
+    if resolved.checkpoint is None:
+        return build()
+    with torch.device("meta"):  # so that the weights are in memory once
+        llama = build()
+    with user_input("model.checkpoint"):
+        load_weights(llama, resolved.checkpoint)
     return llama
 
 

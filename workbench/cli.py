@@ -94,6 +94,19 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_probe(commands)
 
+    export = _command(commands, "export", _export, "write a run's weights as a Hugging Face checkpoint")
+    export.description = (
+        "Write a run's weights, config and tokenizer as a folder that transformers loads. Weights keep the dtype they "
+        "were trained in: float32 under 32-true and the mixed precisions, bfloat16 under bf16-true."
+    )
+    export.add_argument("run", help="id or unique name of a fit or of a sweep's trial")
+    export.add_argument("directory", type=Path, metavar="DIR", help="a new folder")
+    export.add_argument("--step", type=int, metavar="N", help="checkpoint of this step (default: the newest)")
+
+    gguf = _command(commands, "import-gguf", _import_gguf, "turn a llama.cpp file into a checkpoint directory")
+    gguf.add_argument("file", type=Path, help="*.gguf of a Llama; quantised weights become float32")
+    gguf.add_argument("directory", type=Path, help="a new folder")
+
     bench = commands.add_parser("bench", help="measure speed on this machine")
     subjects = bench.add_subparsers(required=True, metavar="SUBJECT")
     _add_bench_attention(subjects)
@@ -336,6 +349,23 @@ def _probe(asked: argparse.Namespace) -> int:
     settings = ProbeSettings(**{**(QUICK if asked.quick else PAPER if asked.paper else {}), **given})
     document = probe(asked.model, settings)
     _print_json(document) if asked.json else print_probe(settings, document["rows"], document["consistency"])
+    return 0
+
+
+def _export(asked: argparse.Namespace) -> int:
+    from workbench.export import export
+    from workbench.home import home_directory
+
+    checkpoint = export(asked.run, asked.directory, home=home_directory(), step=asked.step)
+    print(f"{checkpoint} is now in {asked.directory.absolute()}.", file=sys.stderr)
+    return 0
+
+
+def _import_gguf(asked: argparse.Namespace) -> int:
+    from workbench.gguf_import import import_gguf
+
+    import_gguf(asked.file, asked.directory)
+    print(f"Checkpoint: {asked.directory.absolute()}", file=sys.stderr)
     return 0
 
 

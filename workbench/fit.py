@@ -135,6 +135,9 @@ def _check_same_experiment(run: "Run", prepared: Prepared) -> None:
     ]
     if tag(run, "data_digest") not in ("", prepared.data_digest):
         changed.append("the corpus or tokenizer has other content")
+    started_from = run.data.params.get("resolved.checkpoint_digest")
+    if before and started_from != prepared.resolved.to_params().get("resolved.checkpoint_digest"):
+        changed.append("model.checkpoint has other content")
     if changed:
         raise UserError(
             f"--resume: run {run.info.run_id} is another experiment: {'; '.join(changed)}. "

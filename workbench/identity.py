@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from workbench.config import RunConfig, to_dict
 from workbench.environment import code_version, device_name
 
-FREE_OF_IDENTITY = (("name",), ("tracking",), ("data", "corpus"), ("data", "tokenizer"), ("data", "workers"))
-"""Settings that two equal trials may differ in. Corpus and tokenizer count by content, through the data digest.
-`model.checkpoint` counts by content too."""
+FREE_OF_IDENTITY = (
+    ("name",),
+    ("tracking",),
+    ("data", "corpus"),
+    ("data", "tokenizer"),
+    ("data", "workers"),
+    ("model", "checkpoint"),
+)
+"""Settings that two equal trials may differ in. Corpus, tokenizer and checkpoint count by content, through digests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +23,7 @@ class Identity:
     """When two trials are the same work."""
 
     config: str
-    """Hash of the config as written (`auto` stays `auto`), the data's content and the device."""
+    """Hash of the config as written (`auto` stays `auto`), the data's and checkpoint's content and the device."""
     code: str
     """Hash of our .py files."""
     data_digest: str
@@ -28,16 +34,18 @@ class Identity:
         return hashlib.sha256(f"{self.config} {self.code}".encode()).hexdigest()[:16]
 
 
-def identity(config: RunConfig, *, data_digest: str, checkpoint_digest: str | None, device_type: str) -> Identity:
-    """The identity of a config on this machine."""
+def identity(
+    config: RunConfig, *, data_digest: str, device_type: str, checkpoint_digest: str | None = None
+) -> Identity:
+    """The identity of a config on this machine. `checkpoint_digest` is of what `model.checkpoint` names."""
     kept = to_dict(config)
-    kept["model"]["checkpoint"] = checkpoint_digest
     for *path, last in FREE_OF_IDENTITY:
         section = kept
         for part in path:
             section = section[part]
         del section[last]
-    written = json.dumps([kept, data_digest, device_type, device_name(device_type)], sort_keys=True)
+    content = [data_digest] if checkpoint_digest is None else [data_digest, checkpoint_digest]
+    written = json.dumps([kept, *content, device_type, device_name(device_type)], sort_keys=True)
     return Identity(
         config=hashlib.sha256(written.encode()).hexdigest()[:16], code=code_version(), data_digest=data_digest
     )

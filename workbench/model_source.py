@@ -1,179 +1,160 @@
-"""A model that the command line names: a checkpoint directory, a preset, an MLflow run, or a name on the hub."""
+"""A model by whatever a user calls it: a checkpoint's folder, a hub name, a preset, or a run.
 
-import re
-import tempfile
+Source of each kind's weights: safetensors; the seed; the newest checkpoint of the run's folder.
+"""
+
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import yaml
+from torch import nn
 
-from datamodules.tokenizers import BYTE, load_tokenizer
-from modules.attention.strategies import STRATEGIES
-from modules.hf_config import read_shape
-from modules.hf_weights import check_weights, load_weights
+from modules.attention.strategies import STRATEGIES, Strategy
+from modules.hf_weights import check_weights, load_weights, read_shape
 from modules.llama import Llama, LlamaConfig
 from modules.presets import PRESETS, ModelConfig
 from modules.rotary import RotaryConfig
-from workbench import build
-from workbench.checkpoints import checkpoint_step, checkpoints, newest_checkpoint, read_state
-from workbench.config import RunConfig, resolve
 from workbench.errors import UserError, user_input
-from workbench.home import trial_folder
-from workbench.pretrained import TOKENIZER_FILE, checkpoint_directory, is_hub_name
-from workbench.tracking import existing_client, tag
+from workbench.pretrained import checkpoint_directory, is_hub_name
+from workbench.runs import checkpoint_weights, find_run, run_checkpoint, run_shape
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
+Kind = Literal["checkpoint", "hub", "preset", "run"]
+_BYTES = 258
+"""Vocabulary of the presets that take the tokenizer's: the byte tokenizer's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """A model that is known to be there and whole; its weights are read by `load`."""
+    """A model that is known to be there; its weights are read by `load`."""
 
     name: str
     """As asked for."""
-    kind: Literal["checkpoint", "hub", "preset", "run"]
+    kind: Kind
     shape: LlamaConfig
-    """Theta and scaling are those the model was trained with."""
-    tokenizer: str
-    """What `load_tokenizer` takes: a file, or `byte`."""
-    directory: Path | None = None
-    """Of a Hugging Face checkpoint."""
-    checkpoint: Path | None = None
-    """Of a run: its newest."""
-    config: RunConfig | None = None
-    """Of a run."""
+    """Theta and scaling are those it was trained with."""
+    tokenizer_file: Path | None
+    """None: it has none of its own, or was trained on bytes."""
+    weights: Path | None
+    """Folder of a checkpoint, or a run's checkpoint file; None for a preset."""
 
     @property
     def short_name(self) -> str:
-        """For titles: a directory's last part, else as asked for."""
+        """For titles: a folder's last part, else as asked for."""
         return Path(self.name).expanduser().absolute().name if self.kind == "checkpoint" else self.name
 
-    def load(self, dtype: torch.dtype, *, device: str = "cpu", random: bool = False, seed: int = 0) -> Llama:
-        """The model in evaluation mode, with full causal attention and its own frequencies, rotated in float32.
+    def load(
+        self,
+        *,
+        strategy: Strategy = STRATEGIES["full"],
+        kernel: str = "sdpa",
+        rotary: RotaryConfig | None = None,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        random: bool = False,
+    ) -> Llama:
+        """The model on the CPU, its weights in memory once.
 
         Args:
-            dtype: of the weights; those that are stored otherwise are rounded.
-            device: where it goes.
-            random: weights drawn from the seed instead. A preset has no others.
-            seed: of random weights, the same in every dtype but for rounding.
+            strategy: which keys each query may see.
+            kernel: what computes attention.
+            rotary: theta and scaling instead of the model's own, and the rounding policy. None: the model's own,
+                float32.
+            dtype: of the weights.
+            seed: of random weights; in every dtype the same but for rounding.
+            random: random weights in place of its own. A preset has no others.
         Raises:
-            UserError: weights that cannot be read.
+            UserError: its files cannot be used.
         """
-        with torch.device("meta"):
-            model = Llama(self.shape, strategy=STRATEGIES["full"], kernel="auto", rotary=RotaryConfig()).to(dtype)
-        model.to_empty(device=device)
-        with user_input():
-            if random or self.kind == "preset":
-                torch.manual_seed(seed)
-                model.reset_parameters()
-            elif self.checkpoint is not None:
-                model.load_state_dict(model_state(self.checkpoint))
-            else:
-                assert self.directory is not None
-                load_weights(model, self.directory)
-        return model.eval().requires_grad_(False)
+        with user_input(self.name), torch.device("meta"):
+            model = Llama(self.shape, strategy=strategy, kernel=kernel, rotary=rotary or RotaryConfig()).to(dtype)
+        if self.weights is None or random:
+            torch.manual_seed(seed)
+            model.to_empty(device="cpu").reset_parameters()
+        elif self.kind == "run":
+            fill_from_run(model, self.weights)
+        else:
+            with user_input():
+                load_weights(model, self.weights)
+        return model
 
 
-def find_model(spec: str, home: Path) -> ModelSource:
-    """What the name stands for: a directory, else a preset, else a run's id, else a model of the hub.
+def find_model(spec: str, *, home: Path) -> ModelSource:
+    """The model that `spec` names: folder of a checkpoint, preset, id or unique name of a run, or hub name.
 
     Raises:
-        UserError: nothing of that name, or a model that cannot be read.
+        UserError: nothing or more than one thing has that name, or its files cannot be used.
     """
-    with user_input():
-        if Path(spec).expanduser().is_dir():
-            return _of_directory(spec, "checkpoint")
+    kind, found = resolve_spec(spec, home=home)
+    weights = None if found is None else found if isinstance(found, Path) else run_checkpoint(home, found)
+    return ModelSource(
+        name=spec, kind=kind, shape=_shape(spec, found, home), tokenizer_file=_tokenizer_file(found), weights=weights
+    )
+
+
+def resolve_spec(spec: str, *, home: Path) -> "tuple[Kind, Path | Run | None]":
+    """What a text names: its kind, and the folder or run.
+
+    Raises:
+        UserError: nothing or more than one thing has that name, with what was tried.
+    """
+    if Path(spec).expanduser().exists():
         if spec in PRESETS:
-            shape = ModelConfig(preset=spec).resolve(load_tokenizer(BYTE).vocabulary_size)
-            return ModelSource(name=spec, kind="preset", shape=shape, tokenizer=BYTE)
-        if re.fullmatch(r"[0-9a-f]{32}", spec):
-            return _of_run(spec, home)
-        if is_hub_name(spec):
-            return _of_directory(spec, "hub")
+            raise UserError(f"{spec!r} is a preset and a folder. Write ./{spec} for the folder, or rename it.")
+        return "checkpoint", checkpoint_directory(spec, where="model")
+    run = find_run(home, spec)
+    if spec in PRESETS:
+        if run is not None:
+            raise UserError(f"{spec!r} is a preset and the name of run {run.info.run_id}. Give the run's id.")
+        return "preset", None
+    if run is not None:
+        return "run", run
+    if is_hub_name(spec):
+        return "hub", checkpoint_directory(spec, where="model")
     raise UserError(
-        f"{spec!r} is no checkpoint directory, no preset ({', '.join(PRESETS)}), no MLflow run's id (32 hexadecimal "
-        "digits) and no model of the hub (org/name)."
+        f"{spec!r} names no model: no folder here, no preset ({', '.join(PRESETS)}), no run of {home} by id or name, "
+        "and no hub name (organisation/name)."
     )
 
 
-def run_of(run_id: str, home: Path) -> "tuple[Run, RunConfig]":
-    """An MLflow run that trained a model, and its config.
+@torch.no_grad()
+def fill_from_run(model: Llama, checkpoint: Path) -> None:
+    """Fills a model, on the meta device or not, with a run's weights in the model's dtype, one after the other.
 
     Raises:
-        UserError: no such run, a run of another kind, or one that ended before its config was written.
+        UserError: the file cannot be read, or holds another model.
     """
-    from mlflow.exceptions import MlflowException
-
-    client = existing_client(home)
-    if client is None:
-        raise UserError(f"{run_id}: there is no MLflow store in {home} yet.")
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        raise UserError(f"{run_id}: no such run in {home}.") from error
-    if tag(run, "kind") not in ("fit", "trial"):
-        raise UserError(
-            f"{run_id}: is a {tag(run, 'kind') or 'foreign'} run, which has no model. Name one that trained: "
-            "`workbench ui` shows a sweep's cells under it."
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            file = client.download_artifacts(run_id, "config.yaml", folder)
-            config: dict[str, Any] = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        except (MlflowException, OSError) as error:
-            raise UserError(f"{run_id}: ended before its config was written ({tag(run, 'reason')}).") from error
-    return run, resolve((f"config.yaml of run {run_id}", config))
+    weights = checkpoint_weights(checkpoint)
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    there = {name: tuple(value.shape) for name, value in weights.items()}
+    if wanted != there:
+        odd = sorted(name for name in wanted | there if wanted.get(name) != there.get(name))
+        raise UserError(f"{checkpoint}: holds another model than its run says: {', '.join(odd[:8])}.")
+    for name, parameter in list(model.named_parameters()):
+        fresh = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu").copy_(weights[name])
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, nn.Parameter(fresh))
 
 
-def checkpoint_of(run_id: str, home: Path, step: int | None = None) -> Path:
-    """A run's checkpoint of that step, or the newest.
-
-    Raises:
-        UserError: it has none.
-    """
-    folder = trial_folder(home, run_id)
-    found = checkpoints(folder)
-    chosen = newest_checkpoint(folder) if step is None else next((p for p in found if checkpoint_step(p) == step), None)
-    if chosen is None:
-        there = ", ".join(str(checkpoint_step(path)) for path in found)
-        wanted = "" if step is None else f" of step {step}"
-        raise UserError(
-            f"{run_id}: has no checkpoint{wanted} in {folder / 'checkpoints'}"
-            + (f"; it has {there}." if there else ". Set trainer.checkpoint_every, or let the run finish.")
-        )
-    return chosen
+def _shape(spec: str, found: "Path | Run | None", home: Path) -> LlamaConfig:
+    if found is None:
+        return ModelConfig(preset=spec).resolve(_BYTES)
+    if isinstance(found, Path):
+        with user_input():
+            shape = read_shape(found)
+            check_weights(found, shape)
+        return shape
+    return run_shape(home, found)
 
 
-def model_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The model's weights in a run's checkpoint, by the model's own names; mapped from the file, not read yet.
-
-    Raises:
-        UserError: the file is broken.
-    """
-    state = read_state(checkpoint, mmap=True)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
-
-
-def _of_directory(spec: str, kind: Literal["checkpoint", "hub"]) -> ModelSource:
-    directory = checkpoint_directory(spec)
-    shape = read_shape(directory)
-    check_weights(directory, shape)
-    tokenizer = directory / TOKENIZER_FILE
-    return ModelSource(
-        name=spec, kind=kind, shape=shape, directory=directory,
-        tokenizer=str(tokenizer) if tokenizer.is_file() else "",
-    )  # fmt: skip
-
-
-def _of_run(run_id: str, home: Path) -> ModelSource:
-    _, config = run_of(run_id, home)
-    base = checkpoint_directory(config.model.checkpoint) if config.model.checkpoint else None
-    tokenizer = build.tokenizer_of(config, base)
-    shape = build.shape_of(config, base, tokenizer.vocabulary_size)
-    spec = config.data.tokenizer or (str(base / TOKENIZER_FILE) if base else BYTE)
-    return ModelSource(
-        name=run_id, kind="run", shape=shape, tokenizer=spec, checkpoint=checkpoint_of(run_id, home), config=config
-    )
+def _tokenizer_file(found: "Path | Run | None") -> Path | None:
+    """The checkpoint's, or the one that the run was trained with, where it is still there."""
+    spec = found if found is None or isinstance(found, Path) else found.data.params.get("resolved.tokenizer")
+    if spec is None or spec == "byte":
+        return None
+    file = Path(spec)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    return file if file.is_file() else None

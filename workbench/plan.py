@@ -151,8 +151,8 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
         known = identity(
             resolved.config,
             data_digest=data_digest,
-            checkpoint_digest=resolved.checkpoint_digest,
             device_type=resolved.device_type,
+            checkpoint_digest=resolved.checkpoint_digest,
         )
         state, why, run_id = _state(cell, known, children, home, ignore_code=ignore_code)
         trials.append(

@@ -1,58 +1,72 @@
-"""Checkpoint directories of Hugging Face: found by path or hub name, told apart by content."""
+"""Where a pretrained checkpoint lies: a folder of this machine, or a name of the Hugging Face hub fetched once."""
 
-import hashlib
 import re
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
-TOKENIZER_FILE = "tokenizer.json"
-_HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_WANTED = ["config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*.json",
-           "special_tokens_map.json"]  # fmt: skip
-"""Never a pickle, never code."""
+from workbench.errors import UserError
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SMALL, _WEIGHTS = ["*.json", "tokenizer*"], ["model*.safetensors"]
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether it has the form org/name and is no path that exists."""
-    return re.fullmatch(_HUB_NAME, spec) is not None and not Path(spec).expanduser().exists()
+    """Whether a text looks like `organisation/name`."""
+    return HUB_NAME.fullmatch(spec) is not None
 
 
-def checkpoint_directory(spec: str) -> Path:
-    """The directory of a checkpoint; a model of the hub is downloaded into the hub library's own cache.
+def checkpoint_directory(spec: str, *, where: str = "model.checkpoint") -> Path:
+    """The absolute folder of a checkpoint, downloaded if it is a hub's.
 
+    Args:
+        spec: a folder, or `organisation/name`; a folder wins.
+        where: the setting or argument, for messages.
     Raises:
-        ValueError: no such directory, or a model that cannot be had.
+        UserError: no such folder, or the hub cannot be asked.
     """
-    directory = Path(spec).expanduser()
-    if directory.is_dir():
-        return directory
+    folder = Path(spec).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"{where}={spec!r}: the folder has no config.json. Give a Hugging Face checkpoint's folder."
+            )
+        return folder.absolute()
+    if folder.exists():
+        raise UserError(f"{where}={spec!r} is a file. Give the folder that holds config.json and *.safetensors.")
     if not is_hub_name(spec):
-        what = "is a file, not a directory" if directory.exists() else "there is no such directory"
-        raise ValueError(f"{spec}: {what}. Name a checkpoint directory, or a model of the hub as org/name.")
+        raise UserError(f"{where}={spec!r}: there is no such folder, and it is no hub name (organisation/name) either.")
+    return _from_hub(spec, where)
+
+
+@lru_cache(maxsize=64)
+def _from_hub(name: str, where: str) -> Path:
+    """Settings first, so that another architecture is refused before its gigabytes arrive."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ValueError(f"{spec}: downloading from the hub needs huggingface_hub: pip install it.") from error
-    try:
-        return Path(snapshot_download(spec, allow_patterns=_WANTED))
-    except Exception as error:  # the library raises many kinds: offline, no such model, no permission
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(
-            f"{spec}: there is no such directory here, and the hub does not give a model of that name: {lines[0]}"
+        raise UserError(
+            f"{where}={name!r}: no folder of that name, and the hub needs the package huggingface_hub, which is not "
+            "installed. Run `pip install huggingface_hub`, or give a folder."
         ) from error
+    from modules.hf_weights import read_shape
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=_SMALL))
+    except Exception as error:  # the package raises its own, requests' and httpx's kinds
+        raise UserError(_unreachable(name, where, error)) from error
+    try:
+        read_shape(folder)
+    except ValueError as error:
+        raise UserError(f"{where}={name!r}: {error}") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_SMALL, *_WEIGHTS]))
+    except Exception as error:
+        raise UserError(_unreachable(name, where, error)) from error
 
 
-def checkpoint_digest(directory: Path) -> str:
-    """Hash of the configuration and of all weights; reads them all, once for as long as no file changes."""
-    files = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
-    digest = hashlib.sha256()
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file.name} {_file_digest(file, status.st_size, status.st_mtime_ns)}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-@cache
-def _file_digest(file: Path, size: int, changed_ns: int) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _unreachable(name: str, where: str, error: Exception) -> str:
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"{where}={name!r}: no folder of that name, and the hub gave no such model ({type(error).__name__}: {said}). "
+        "Check the name, the network and, for a gated model, `hf auth login`; or give a folder."
+    )

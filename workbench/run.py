@@ -27,6 +27,7 @@ from workbench.errors import UserError
 from workbench.live_deviation import LiveDeviation, sample_of
 from workbench.outcome import Outcome
 from workbench.run_logger import RunLogger
+from workbench.runs import SHAPE, shape_to_dict
 from workbench.tracking import Tracker
 
 
@@ -237,6 +238,7 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     frequencies = {"resolved.inverse_frequencies": prepared.module.model.frequency_digest()}
     tracker.log_params(run_id, {**flatten(config), **resolved.to_params(), **frequencies})
     tracker.client.log_dict(run_id, config, "config.yaml")
+    tracker.client.log_dict(run_id, shape_to_dict(resolved.shape), SHAPE)
     surroundings = environment.describe(resolved.device_type)
     tracker.client.log_dict(run_id, surroundings, "environment.json")
     report = build.data_report(resolved, prepared.store, prepared.data.training, prepared.data.validation)

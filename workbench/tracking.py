@@ -150,6 +150,14 @@ class Tracker:
         self.client.set_terminated(run_id, status=status, end_time=int(time.time() * 1000))
 
 
+def existing_client(home: Path) -> "MlflowClient | None":
+    """A client of the home's store, whatever the experiment; None where there is no store."""
+    if not store_path(home).is_file():
+        return None
+    with _initialisation_lock(home):
+        return _open(home)
+
+
 def tag(run: "Run", name: str) -> str:
     """One of our tags, or the empty string."""
     return str(run.data.tags.get(f"{TAG}{name}", ""))
@@ -165,16 +173,9 @@ def store_uri(home: Path) -> str:
     return f"sqlite:///{store_path(home)}"
 
 
-def existing_client(home: Path) -> "MlflowClient | None":
-    """The store's client, for runs of any experiment, where there is a store already; never makes one."""
-    if not store_path(home).is_file():
-        return None
-    with _initialisation_lock(home):
-        return _open(home)
-
-
 def _open(home: Path) -> "MlflowClient":
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     for chatty in ("mlflow.store.db.utils", "alembic"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     from mlflow.exceptions import MlflowException

@@ -11,8 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from modules import shift_deviation
 from modules.attention.borders import Borders
 from modules.attention.strategies import STRATEGIES
-from modules.hf_config import read_shape
-from modules.hf_weights import load_weights
+from modules.hf_weights import load_weights, read_shape
 from modules.llama import Llama
 from modules.number_formats import NumberFormat
 from modules.position_probe import Rotation, propagate, share
@@ -316,5 +315,5 @@ def test_logits_are_compared_by_torchs_own_divergence(pair):
         kl = torch.nn.functional.kl_div(logits[s], logits[0], log_target=True, reduction="batchmean")
         assert consistency.mean_kl == pytest.approx(kl.item(), rel=1e-9) and consistency.mean_kl > 0
         largest = (ours.logits(hidden_STE[s]) - ours.logits(hidden_STE[0])).abs().max()
-        assert consistency.max_logit_difference == pytest.approx(float(largest), rel=1e-12)
+        assert consistency.max_logit_difference == pytest.approx(largest.item(), rel=1e-12)
     assert compare_logits(ours, hidden_STE[:1].expand(2, -1, -1))[0].mean_kl == 0

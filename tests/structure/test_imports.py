@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "datamodules": {"datamodules", "modules.batch"},
     "workbench": PACKAGES,
 }
-OPTIONAL = ("flash_attn", "ray", "lm_eval", "liger_kernel", "transformers", "huggingface_hub", "selenium")
+OPTIONAL = ("flash_attn", "ray", "lm_eval", "liger_kernel", "transformers", "huggingface_hub", "selenium", "gguf")
 
 
 def imported_names(file: Path) -> set[str]:

@@ -13,6 +13,7 @@ from workbench.home import trial_folder
 from workbench.live_deviation import sample_of
 from workbench.model_source import find_model
 from workbench.run import prepare
+from workbench.runs import run_config
 from workbench.tracking import store_uri
 
 EVERY_2 = "evaluation.shift_deviation.every=2"
@@ -47,13 +48,13 @@ def test_the_value_is_the_trained_models_own(home, tmp_path, tiny):
     client = MlflowClient(store_uri(home))
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     assert newest_checkpoint(trial_folder(home, run.info.run_id)) is not None
-    source = find_model(run.info.run_id, home)
-    prepared = prepare(source.config, home=home)
+    source = find_model(run.info.run_id, home=home)
+    prepared = prepare(run_config(home, run), home=home)
     sample_T = sample_of(prepared.data, prepared.store, tokens=48, anchor_id=256)
     assert sample_T.shape == (48,) and sample_T[0] == 256
     sums = DeviationSums(shifts=1, lengths=[48])
     place_T = torch.arange(48)
-    model = source.load(torch.float32)
+    model = source.load()
     propagate(model, sample_T, torch.stack([place_T, place_T + 5000]), Rotation(), sums=sums, layers=[1])
     step, value = history(home, "rotary/shift_deviation")[-1]
     assert step == 6 and value == pytest.approx(float(sums.result().deviation_SN), rel=1e-6)

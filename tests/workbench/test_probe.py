@@ -117,7 +117,7 @@ def test_a_failed_probe_is_closed_as_failed(home, words, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing-of-that-name"], "is no checkpoint directory, no preset"),
+        (["nothing-of-that-name"], "names no model: no folder here, no preset"),
         (["debug", "--tokens", "4"], "--tokens 4: must be at least 8"),
         (["debug", "--shifts", "16"], "--shifts 16: is the reference shift"),
         (["debug", "--shifts", "-1"], "--shifts -1: must be at least 0"),
@@ -137,7 +137,7 @@ def test_a_failed_probe_is_closed_as_failed(home, words, monkeypatch):
         (["debug", "--corpus", "no.jsonl"], "cannot read no.jsonl"),
         (["debug", "--tokens", "1000000"], "needs about"),
         (["smollm2_135m", "--tokenizer", "no.json"], "cannot read no.json"),
-        (["0" * 32], "there is no MLflow store"),
+        (["0" * 32], "no run of"),
     ],
 )
 def test_wrong_input_is_one_message_and_nothing_written(arguments, message, home, capsys, words):

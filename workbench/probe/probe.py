@@ -31,7 +31,7 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch finds no CUDA device here. Leave it out.")
     home = writable_home()
-    source = find_model(model, home)
+    source = find_model(model, home=home)
     if settings.random_weights and source.kind == "preset":  # it has no others
         from dataclasses import replace
 
@@ -50,11 +50,8 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
     work = Probe(
         settings,
         lambda condition: source.load(
-            condition.torch_dtype,
-            device=settings.device,
-            random=condition.weights == "random",
-            seed=settings.seed,
-        ),
+            dtype=condition.torch_dtype, random=condition.weights == "random", seed=settings.seed
+        ).to(settings.device),
         sequence_NT,
         anchor_id=tokenizer.anchor_id,
     )
@@ -79,10 +76,14 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
 
 
 def _tokenizer(source: ModelSource, settings: ProbeSettings) -> str:
-    chosen = settings.tokenizer or source.tokenizer
-    if not chosen:
+    """The one asked for, else the model's; bytes for a preset, and for a run that was trained on them."""
+    if settings.tokenizer is not None:
+        return settings.tokenizer
+    if source.tokenizer_file is not None:
+        return str(source.tokenizer_file)
+    if source.kind in ("checkpoint", "hub"):
         raise UserError(f"{source.name}: has no tokenizer.json beside its weights. Name one by --tokenizer.")
-    return chosen
+    return "byte"
 
 
 def _facts(source: ModelSource, work: Probe) -> dict[str, Any]:

