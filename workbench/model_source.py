@@ -36,8 +36,8 @@ class ModelSource:
     kind: Kind
     shape: LlamaConfig
     """Theta and scaling are those it was trained with."""
-    tokenizer_file: Path | None
-    """None: it has none of its own, or was trained on bytes."""
+    tokenizer: str | None
+    """`byte` or a path, as `load_tokenizer` takes it. None: none lies beside the checkpoint."""
     weights: Path | None
     """Folder of a checkpoint, or a run's checkpoint file; None for a preset."""
 
@@ -91,7 +91,7 @@ def find_model(spec: str, *, home: Path) -> ModelSource:
     kind, found = resolve_spec(spec, home=home)
     weights = None if found is None else found if isinstance(found, Path) else run_checkpoint(home, found)
     return ModelSource(
-        name=spec, kind=kind, shape=_shape(spec, found, home), tokenizer_file=_tokenizer_file(found), weights=weights
+        name=spec, kind=kind, shape=_shape(spec, found, home), tokenizer=_tokenizer(found), weights=weights
     )
 
 
@@ -150,11 +150,10 @@ def _shape(spec: str, found: "Path | Run | None", home: Path) -> LlamaConfig:
     return run_shape(home, found)
 
 
-def _tokenizer_file(found: "Path | Run | None") -> Path | None:
-    """The checkpoint's, or the one that the run was trained with, where it is still there."""
-    spec = found if found is None or isinstance(found, Path) else found.data.params.get("resolved.tokenizer")
-    if spec is None or spec == "byte":
-        return None
-    file = Path(spec)
-    file = file / "tokenizer.json" if file.is_dir() else file
-    return file if file.is_file() else None
+def _tokenizer(found: "Path | Run | None") -> str | None:
+    if found is None:
+        return "byte"
+    if isinstance(found, Path):
+        file = found / "tokenizer.json"
+        return str(file) if file.is_file() else None
+    return found.data.params.get("resolved.tokenizer")

@@ -317,3 +317,19 @@ def test_logits_are_compared_by_torchs_own_divergence(pair):
         largest = (ours.logits(hidden_STE[s]) - ours.logits(hidden_STE[0])).abs().max()
         assert consistency.max_logit_difference == pytest.approx(largest.item(), rel=1e-12)
     assert compare_logits(ours, hidden_STE[:1].expand(2, -1, -1))[0].mean_kl == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_measures_what_the_cpu_does(pair):
+    _, ours = pair
+    model = Llama(ours.config, strategy=STRATEGIES["full"], kernel="sdpa", rotary=RotaryConfig()).double()
+    model.load_state_dict(ours.state_dict())
+    document_T, expected = torch.arange(TOKENS) // 20, run(model)
+    consistency = compare_logits(model, propagate(model, tokens_T(), position_ST(), Rotation(), document_T=document_T))
+    model.cuda()
+    found = run(model, positions=position_ST().cuda(), tokens=tokens_T().cuda())
+    torch.testing.assert_close(found.head_SNLH, expected.head_SNLH, rtol=1e-9, atol=1e-12)
+    hidden_STE = propagate(model, tokens_T().cuda(), position_ST().cuda(), Rotation(), document_T=document_T.cuda())
+    on_gpu = compare_logits(model, hidden_STE)
+    assert [one.mean_kl for one in on_gpu] == pytest.approx([one.mean_kl for one in consistency], rel=1e-7)

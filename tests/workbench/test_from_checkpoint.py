@@ -169,7 +169,7 @@ def test_bytes_are_exported_as_a_tokenizer_file(anchor, home, tmp_path, tiny):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert model.dtype == torch.bfloat16 and model.config.vocab_size == 258
     loaded = find_model(run_id, home=home)
-    assert loaded.tokenizer_file is None and loaded.kind == "run"
+    assert loaded.tokenizer == "byte" and loaded.kind == "run"
     for name, value in loaded.load(dtype=torch.bfloat16).state_dict().items():
         assert torch.equal(model.state_dict()[f"model.{name}"], value)
 
@@ -329,7 +329,7 @@ def test_names_of_models(home, experiment, source, tmp_path, monkeypatch):
     low = load("debug").load(seed=1, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(low[name], value.bfloat16()) for name, value in first.items())
     loaded = load(str(source))
-    assert (loaded.kind, loaded.tokenizer_file, loaded.name) == ("checkpoint", source / "tokenizer.json", str(source))
+    assert (loaded.kind, loaded.tokenizer, loaded.name) == ("checkpoint", str(source / "tokenizer.json"), str(source))
 
     with pytest.raises(UserError, match=r"no folder here, no preset \(debug, .* no run of .* no hub name"):
         load("debgu")

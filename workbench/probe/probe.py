@@ -76,14 +76,10 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
 
 
 def _tokenizer(source: ModelSource, settings: ProbeSettings) -> str:
-    """The one asked for, else the model's; bytes for a preset, and for a run that was trained on them."""
-    if settings.tokenizer is not None:
-        return settings.tokenizer
-    if source.tokenizer_file is not None:
-        return str(source.tokenizer_file)
-    if source.kind in ("checkpoint", "hub"):
+    chosen = settings.tokenizer or source.tokenizer
+    if chosen is None:
         raise UserError(f"{source.name}: has no tokenizer.json beside its weights. Name one by --tokenizer.")
-    return "byte"
+    return chosen
 
 
 def _facts(source: ModelSource, work: Probe) -> dict[str, Any]:
