@@ -168,9 +168,8 @@ def new_folder(directory: Path) -> Iterator[Path]:
     Raises:
         ValueError: something of that name is there.
     """
+    check_new_folder(directory)
     directory = directory.absolute()
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory}: exists and is not empty. Name a new folder.")
     directory.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(directory)
     partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
@@ -181,6 +180,16 @@ def new_folder(directory: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def check_new_folder(directory: Path) -> None:
+    """What `new_folder` refuses, for those who have long work to do before they write.
+
+    Raises:
+        ValueError: something of that name is there.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory.absolute()}: exists and is not empty. Name a new folder.")
 
 
 def _remove_leftovers(directory: Path) -> None:

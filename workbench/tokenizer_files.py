@@ -7,6 +7,7 @@ Whether a BOS is added stands in both files: the fast tokenizers act on the firs
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,12 @@ def byte_level(tokenizers: Any, *, use_regex: bool = False) -> Any:
 
 
 def bpe_tokenizer(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], *, special: list[str], split: list[Any]
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    *,
+    special: list[str],
+    split: list[Any],
+    whole: Sequence[str] = (),
 ) -> dict[str, Any]:
     """A `tokenizer.json` of byte-level BPE.
 
@@ -94,6 +100,7 @@ def bpe_tokenizer(
         merges: in the order of their rank.
         special: tokens that text spells out whole and decoding may leave out.
         split: pre-tokenizers, in order.
+        whole: tokens that text spells out whole too, and decoding keeps.
     """
     import tokenizers
 
@@ -101,6 +108,7 @@ def bpe_tokenizer(
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(split)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in special])
+    backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in whole])
     return json.loads(backend.to_str())
 
 

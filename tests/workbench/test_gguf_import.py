@@ -1,6 +1,7 @@
 """GGUF files written by the format's own library, imported, and held to the model that they were made of."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,51 +57,89 @@ def backend() -> Any:
     return made
 
 
-def write_gguf(file: Path, model: Any, architecture: str = "llama", **changes: Any) -> Path:
-    """`changes`: add_bos, pre, drop (a tensor's name), extra (name of one more), scaling, quantised."""
+def write_gguf(
+    file: Path,
+    model: Any,
+    architecture: str = "llama",
+    *,
+    set_: dict[str, Any] | None = None,
+    drop: str = "",
+    extra: str = "",
+    stored: str = "F32",
+    one_as: dict[str, np.ndarray] | None = None,
+    big_endian: bool = False,
+) -> Path:
+    """A file as the converter writes it, with faults as asked.
+
+    Args:
+        file: where to.
+        model: what of.
+        architecture: general.architecture.
+        set_: settings by key that replace or join the others; None leaves one out.
+        drop: name of a tensor to leave out.
+        extra: name of one more.
+        stored: format of the matrices.
+        one_as: values of single tensors, as they are.
+        big_endian: in the other byte order.
+    """
     tokenizer = json.loads(backend().to_str())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
-    writer = gguf.GGUFWriter(file, architecture)
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(WIDTH)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(5e5)
-    writer.add_layer_norm_rms_eps(1e-5)
-    if "scaling" in changes:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(changes.get("pre", "smollm"))
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token.startswith("<|") else 1 for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-    writer.add_bos_token_id(tokenizer["vocab"]["<|begin|>"])
-    writer.add_eos_token_id(tokenizer["vocab"]["<|end|>"])
-    writer.add_add_bos_token(changes.get("add_bos", False))
-    for name, value in model.state_dict().items():
-        rows = value.numpy()
-        if "q_proj" in name or "k_proj" in name:
-            rows = pairs(rows, HEADS if "q_proj" in name else KV_HEADS)
-        parts = name.removesuffix(".weight").split(".")
-        theirs = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}.get(
-            ".".join(parts)
-        ) or f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}"
-        if (theirs == "output" and model.config.tie_word_embeddings) or theirs == changes.get("drop"):
+    settings = {
+        "llama.block_count": 2,
+        "llama.context_length": 512,
+        "llama.embedding_length": WIDTH,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS,
+        "llama.rope.freq_base": 5e5,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["merges"]],
+        "tokenizer.ggml.bos_token_id": tokenizer["vocab"]["<|begin|>"],
+        "tokenizer.ggml.eos_token_id": tokenizer["vocab"]["<|end|>"],
+        "tokenizer.ggml.add_bos_token": False,
+    } | (set_ or {})
+    endian = gguf.GGUFEndian.BIG if big_endian else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(file, architecture, endianess=endian)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in settings.items():
+        if value is not None:
+            (writer.add_array if isinstance(value, list) else kinds[type(value)])(key, value)
+    for theirs, rows in renamed(model).items():
+        if theirs == drop:
             continue
-        if changes.get("quantised") and rows.ndim == 2:
-            kind = gguf.GGMLQuantizationType.Q8_0
+        if theirs in (one_as or {}):
+            writer.add_tensor(f"{theirs}.weight", one_as[theirs])
+        elif stored != "F32" and rows.ndim == 2:
+            kind = gguf.GGMLQuantizationType[stored]
             writer.add_tensor(f"{theirs}.weight", gguf.quants.quantize(rows, kind), raw_dtype=kind)
         else:
             writer.add_tensor(f"{theirs}.weight", rows)
-    if "extra" in changes:
-        writer.add_tensor(changes["extra"], np.ones(8, np.float32))
+    if extra:
+        writer.add_tensor(extra, np.ones(8, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def renamed(model: Any) -> dict[str, np.ndarray]:
+    """Weights under llama.cpp's names, q and k in its order."""
+    found = {}
+    for name, value in model.state_dict().items():
+        rows = value.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            rows = pairs(rows, HEADS if "q_proj" in name else KV_HEADS)
+        parts = name.removesuffix(".weight").split(".")
+        top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+        theirs = top.get(".".join(parts)) or f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}"
+        if theirs != "output" or not model.config.tie_word_embeddings:
+            found[theirs] = rows
+    return found
 
 
 @torch.no_grad()
@@ -119,18 +158,42 @@ def test_the_imported_model_computes_what_the_original_does(tied: bool, tmp_path
     assert (back.config.bos_token_id, back.config.eos_token_id, back.config.max_position_embeddings) == (1, 0, 512)
 
 
-def test_eight_bits_become_float32_near_the_original(tmp_path: Path) -> None:
-    original = their_model(True)
-    file = write_gguf(tmp_path / "model.gguf", original, quantised=True)
+def rounded(rows: torch.Tensor, stored: str) -> torch.Tensor:
+    """What the format makes of weights, by its definition: blocks of 32 values along a row with a float16 scale.
+
+    Q8_0: value = scale * n, n = -127..127     Q4_1: value = scale * n + least, n = 0..15, both in float16
+    """
+    if stored in ("F16", "BF16"):
+        return rows.to(torch.float16 if stored == "F16" else torch.bfloat16).float()
+    blocks = rows.reshape(-1, 32).double()
+    if stored == "Q8_0":
+        scale = blocks.abs().amax(1, keepdim=True) / 127
+        return ((blocks / scale).round() * scale.half()).reshape(rows.shape).float()
+    least, most = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    scale = (most - least) / 15
+    return (((blocks - least) / scale).round() * scale.half() + least.half()).reshape(rows.shape).float()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_1", "F16", "BF16"])
+def test_low_precision_becomes_float32(stored: str, tied: bool, tmp_path: Path) -> None:
+    """The original with its matrices rounded by the formats' definition, which the package gguf takes no part in."""
+    original = their_model(tied)
+    file = write_gguf(tmp_path / "model.gguf", original, stored=stored)
     assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 0
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for name, value in original.state_dict().items():
-        assert (back.state_dict()[name] - value).abs().max() <= value.abs().max() / 127, name
+    assert {value.dtype for value in back.state_dict().values()} == {torch.float32}
+    before = logits(original)
+    for value in original.parameters():
+        if value.ndim == 2:
+            value.data = rounded(value.data, stored)
+    torch.testing.assert_close(logits(back), logits(original), rtol=0, atol=1e-4)
+    assert (logits(back) - before).abs().max() > 1e-3  # there was something to round
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
 def test_the_tokenizer_is_the_one_it_was_made_of(add_bos: bool, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "model.gguf", their_model(True), add_bos=add_bos)
+    file = write_gguf(tmp_path / "model.gguf", their_model(True), set_={"tokenizer.ggml.add_bos_token": add_bos})
     assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("the first 2024 windows", "naïve\n\n  日本 12.5", "it's"):
@@ -141,38 +204,132 @@ def test_the_tokenizer_is_the_one_it_was_made_of(add_bos: bool, tmp_path: Path) 
     assert (theirs.bos_token, theirs.eos_token) == ("<|begin|>", "<|end|>")
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes", "said"),
-    [
-        ("qwen2", {}, "general.architecture='qwen2' is not supported"),
-        ("llama", {"drop": "blk.1.ffn_up"}, "missing: layers.1.mlp.up_proj.weight"),
-        ("llama", {"extra": "rope_freqs.weight"}, "unexpected: rope_freqs.weight"),
-        ("llama", {"extra": "blk.0.ffn_gate_inp.weight"}, "unexpected: blk.0.ffn_gate_inp.weight"),
-        ("llama", {"drop": "token_embd"}, "token_embd.weight is missing"),
-        ("llama", {"scaling": "yarn"}, "llama.rope.scaling.type='yarn'"),
-        ("llama", {"pre": "llama-bpe"}, "tokenizer.ggml.pre='llama-bpe'"),
-    ],
-)
+def test_tokens_that_are_spelled_whole(tmp_path: Path) -> None:
+    """Kinds 3 (control) and 4 (user defined) are never split; decoding may leave out the first alone."""
+    parts = json.loads(backend().to_str())["model"]
+    tokens = sorted(parts["vocab"], key=parts["vocab"].get)
+    changed = {
+        "tokenizer.ggml.tokens": [*tokens[:-1], "<tool 2>"],
+        "tokenizer.ggml.token_type": [3, 3, *[1] * 286, 4],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in parts["merges"][:-1]],  # the last made the last token
+    }
+    file = write_gguf(tmp_path / "model.gguf", their_model(True), set_=changed)
+    assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 0
+    made = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    q = tokens.index("q")
+    assert made("q<tool 2>q<|end|>")["input_ids"] == [q, 288, q, 0]
+    assert made.decode([288, 0], skip_special_tokens=True) == "<tool 2>"
+
+
+TOKENIZER = "tokenizer.ggml."
+MANY_TOKENS = {
+    TOKENIZER + "tokens": ["a", "b", "ab", *(f"t{i}" for i in range(397))],
+    TOKENIZER + "merges": ["a b"],
+    TOKENIZER + "token_type": None,
+}
+FAULTS: list[tuple[dict[str, Any], str]] = [
+    ({"architecture": "qwen2"}, "general.architecture='qwen2' is not supported"),
+    ({"drop": "blk.1.ffn_up"}, "missing: layers.1.mlp.up_proj.weight"),
+    ({"extra": "rope_freqs.weight"}, "unexpected: rope_freqs.weight"),
+    ({"extra": "blk.0.ffn_gate_inp.weight"}, "unexpected: blk.0.ffn_gate_inp.weight"),
+    ({"one_as": {"blk.0.ffn_up": np.ones((96, 32), np.float32)}}, "blk.0.ffn_up.weight is [96, 32], not [96, 64]"),
+    ({"drop": "token_embd"}, "token_embd.weight is missing"),
+    ({"one_as": {"blk.0.ffn_up": np.ones((96, 64), np.int32)}}, "stored as I32, which cannot be turned into float32"),
+    ({"big_endian": True}, "is of the other byte order"),
+    ({"set_": {"split.count": 2}}, "is one of 2 parts"),
+    ({"set_": {"llama.rope.scaling.type": "yarn"}}, "llama.rope.scaling.type='yarn': not supported"),
+    ({"set_": {"llama.rope.scaling.factor": 4.0}}, "llama.rope.scaling.factor=4.0: not supported"),
+    ({"set_": {"llama.attention.sliding_window": 128}}, "llama.attention.sliding_window=128: not supported"),
+    ({"set_": {"llama.attention.causal": False}}, "llama.attention.causal=False: not supported"),
+    ({"set_": {"llama.attention.scale": 0.5}}, "llama.attention.scale=0.5: not supported"),
+    ({"set_": {"llama.expert_count": 8}}, "llama.expert_count=8: not supported"),
+    ({"set_": {"llama.rope.dimension_count": 8}}, "llama.rope.dimension_count=8 differs from a head's width of 16"),
+    ({"set_": {"llama.attention.head_count": 0}}, "llama.attention.head_count=0 must be at least 1"),
+    ({"set_": {"llama.attention.head_count_kv": [2, 1]}}, "llama.attention.head_count_kv=[2, 1] must be a whole"),
+    ({"set_": {"llama.embedding_length": "64"}}, "llama.embedding_length='64' must be a whole number"),
+    ({"set_": {"llama.block_count": None}}, "llama.block_count is missing"),
+    ({"set_": {"llama.rope.freq_base": -1.0}}, "rope_theta=-1.0 must be"),
+    ({"set_": {TOKENIZER + "model": "llama"}}, "tokenizer.ggml.model='llama'"),
+    ({"set_": {TOKENIZER + "pre": "llama-bpe"}}, "tokenizer.ggml.pre='llama-bpe'"),
+    ({"set_": {TOKENIZER + "tokens": ["a", "b", "a"]}}, "tokenizer.ggml.tokens holds 1 texts twice, such as 'a'"),
+    ({"set_": MANY_TOKENS}, "has 400 tokens, and the embedding 320 rows"),
+    ({"set_": {TOKENIZER + "token_type": [3, 3]}}, "tokenizer.ggml.token_type tells 2 of 289 tokens' kinds"),
+    ({"set_": {TOKENIZER + "merges": ["a zz"]}}, "holds 1 merges of texts that are no tokens: 'a zz'"),
+    ({"set_": {TOKENIZER + "merges": None}}, "tokenizer.ggml.merges is missing"),
+    ({"set_": {TOKENIZER + "eos_token_id": 320}}, "special tokens that the vocabulary does not have: eos=320"),
+    ({"set_": {TOKENIZER + "bos_token_id": None}}, "tokenizer.ggml.bos_token_id is missing"),
+    ({"set_": {TOKENIZER + "add_eos_token": True}}, "tokenizer.ggml.add_eos_token=True is not supported"),
+]
+
+
+@pytest.mark.parametrize(("fault", "said"), FAULTS, ids=[said for _, said in FAULTS])
 def test_what_would_be_lost_is_refused(
-    architecture: str, changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fault: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_gguf(tmp_path / "model.gguf", their_model(True), architecture, **changes)
+    file = write_gguf(tmp_path / "model.gguf", their_model(True), **fault)
     assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 2
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert said in error and str(file) in error
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_settings_that_say_nothing_are_no_fault(tmp_path: Path) -> None:
+    nothing = {
+        "llama.rope.scaling.type": "none",
+        "llama.rope.scaling.factor": 1.0,
+        "llama.attention.causal": True,
+        "llama.expert_count": 0,
+        "llama.vocab_size": 320,
+        "llama.rope.dimension_count": 16,
+        "general.url": "somewhere",
+    }
+    file = write_gguf(tmp_path / "model.gguf", their_model(True), set_=nothing)
+    assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 0
+
+
+def refused(file: Path, directory: Path, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-gguf", str(file), str(directory)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1, error
+
+
 def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_gguf(tmp_path / "model.gguf", their_model(True))
+    file, out = write_gguf(tmp_path / "model.gguf", their_model(True)), tmp_path / "out"
     whole = file.read_bytes()
-    for kept in (0, 100, len(whole) // 2, len(whole) - 64):
+    data = gguf.GGUFReader(file).data_offset
+    for kept in (4, 23, 100, 1000, data // 2, data - 40, data, data + 1, len(whole) // 2, len(whole) - 64):
         file.write_bytes(whole[:kept])
-        assert main(["import-gguf", str(file), str(tmp_path / "out")]) == 2
-        assert f"{file}: is no whole GGUF file" in capsys.readouterr().err
-    assert main(["import-gguf", str(tmp_path / "none.gguf"), str(tmp_path / "out")]) == 2
-    assert "there is no such file" in capsys.readouterr().err
-    file.write_bytes(whole)
+        refused(file, out, f"{file}: is no whole GGUF file", capsys)
+    for other in (b"", b"GG", b"PK\x03\x04 a zip"):
+        file.write_bytes(other)
+        refused(file, out, f"{file}: is no GGUF file", capsys)
+    refused(tmp_path / "none.gguf", out, "there is no such file", capsys)
+    refused(tmp_path, out, "is a folder", capsys)
+    format_at = whole.index(b"blk.0.ffn_up.weight") + len("blk.0.ffn_up.weight") + 4 + 2 * 8  # name, rank, two sizes
+    file.write_bytes(whole[:format_at] + (99).to_bytes(4, "little") + whole[format_at + 4 :])
+    refused(file, out, "in format 99, which the package gguf does not know", capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
+
+
+def test_a_folder_that_holds_something_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the file is read, which takes minutes where it is large."""
     (tmp_path / "full").mkdir()
-    (tmp_path / "full/mine").write_text("")
-    assert main(["import-gguf", str(file), str(tmp_path / "full")]) == 2
-    assert "exists and is not empty" in capsys.readouterr().err
+    (tmp_path / "full/mine").write_text("kept")
+    refused(tmp_path / "none.gguf", tmp_path / "full", "exists and is not empty", capsys)
+    refused(tmp_path / "none.gguf", tmp_path / "full/mine", "exists and is not empty", capsys)
+    assert (tmp_path / "full/mine").read_text() == "kept"
+    (tmp_path / "empty").mkdir()
+    file = write_gguf(tmp_path / "model.gguf", their_model(True))
+    assert main(["import-gguf", str(file), str(tmp_path / "empty")]) == 0
+    assert sorted(path.name for path in (tmp_path / "empty").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_without_the_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_gguf(tmp_path / "model.gguf", their_model(True))
+    monkeypatch.setitem(sys.modules, "gguf", None)  # makes `import gguf` fail
+    refused(file, tmp_path / "out", "Run `pip install 'workbench[gguf]'`", capsys)
