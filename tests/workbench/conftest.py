@@ -1,9 +1,15 @@
 """A small corpus, a home folder and a tiny config that trains in a second."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -36,3 +42,24 @@ def tiny(corpus):
         "optimizer": {"learning_rate": 3e-3},
         "trainer": {"max_steps": 6, "rows_per_batch": 2, "accumulate": 2},
     }
+
+
+@pytest.fixture
+def start():
+    """Starts a command line in the background. What a failed test leaves running would slow down all others."""
+    started = []
+
+    def start(*words, home):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.cli", *words],
+            cwd=ROOT, env={**os.environ, "WORKBENCH_HOME": str(home)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()  # its trials notice within a second
+            process.wait()

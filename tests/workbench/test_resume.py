@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -41,12 +40,8 @@ def points(client, run_id, key):
     return sorted((p.step, p.value) for p in client.get_metric_history(run_id, key))
 
 
-def kill_fit_after(file: Path, home: Path, step: int, *words: str) -> None:
-    """Starts `workbench fit` and kills it with SIGKILL once a checkpoint of at least that step is there."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cli", "fit", str(file), *words],
-        cwd=ROOT, env={**os.environ, "WORKBENCH_HOME": str(home)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def kill_after(process: subprocess.Popen, home: Path, step: int) -> None:
+    """Kills a fit with SIGKILL once a checkpoint of at least that step is there."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         steps = [checkpoint_step(path) or 0 for path in home.glob("trials/*/checkpoints/step=*.ckpt")]
@@ -54,13 +49,13 @@ def kill_fit_after(file: Path, home: Path, step: int, *words: str) -> None:
             process.kill()
             process.wait()
             return
-        assert process.poll() is None, process.stdout.read().decode()
+        assert process.poll() is None, process.stdout.read()
         time.sleep(0.002)
     raise AssertionError("no checkpoint in time")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, precision):
+def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, precision, start):
     """Every later step's loss is bit-identical, in one MLflow run without a double point."""
     steps = 60
     file = experiment("run", max_steps=steps, checkpoint_every=4, precision=precision)
@@ -72,8 +67,8 @@ def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, pr
     assert [step for step, _ in expected["val/loss"]] == [0, 15, 30, 45, 60]
 
     broken_home = tmp_path / "broken"
-    kill_fit_after(file, broken_home, 12)
-    kill_fit_after(file, broken_home, 28, "--resume")
+    kill_after(start("fit", str(file), home=broken_home), broken_home, 12)
+    kill_after(start("fit", str(file), "--resume", home=broken_home), broken_home, 28)
     os.environ["WORKBENCH_HOME"] = str(broken_home)  # the home fixture restores it
     assert main(["fit", str(file), "--resume"]) == 0
     client, runs = fits(broken_home)
@@ -83,9 +78,9 @@ def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, pr
         assert points(client, run_id, key) == values, key
 
 
-def test_a_checkpoint_of_another_shape_is_refused(home, experiment, capsys):
+def test_a_checkpoint_of_another_shape_is_refused(home, experiment, capsys, start):
     file = experiment("run", max_steps=400, checkpoint_every=2)
-    kill_fit_after(file, home, 4)
+    kill_after(start("fit", str(file), home=home), home, 4)
     _, before = fits(home)
     capsys.readouterr()
     assert main(["fit", str(file), "model.overrides={width: 48, layers: 2}", "--resume"]) == 2
@@ -101,10 +96,10 @@ def test_a_checkpoint_of_another_shape_is_refused(home, experiment, capsys):
     assert (run.info.status, tag(run, "outcome")) == ("KILLED", "lost"), "what the killed run now says of itself"
 
 
-def test_broken_and_foreign_checkpoints_are_refused(home, experiment, capsys):
+def test_broken_and_foreign_checkpoints_are_refused(home, experiment, capsys, start):
     """A file cut short, and one that would run code if it were unpickled."""
     file = experiment("run", max_steps=400, checkpoint_every=2)
-    kill_fit_after(file, home, 4)
+    kill_after(start("fit", str(file), home=home), home, 4)
     (trial,) = (home / "trials").iterdir()
     checkpoint = newest_checkpoint(trial)
     whole = checkpoint.read_bytes()
@@ -142,13 +137,9 @@ def test_a_complete_run_is_not_resumed(home, experiment, capsys):
     assert len(fits(home)[1]) == 2
 
 
-def test_ctrl_c_in_a_fit_is_recorded(home, experiment):
+def test_ctrl_c_in_a_fit_is_recorded(home, experiment, start):
     file = experiment("run", max_steps=100_000, checkpoint_every=5)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "workbench.cli", "fit", str(file)],
-        cwd=ROOT, env={**os.environ, "WORKBENCH_HOME": str(home)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
+    process = start("fit", str(file), home=home)
     deadline = time.monotonic() + 90
     while not list(home.glob("trials/*/checkpoints/step=*.ckpt")) and time.monotonic() < deadline:
         time.sleep(0.05)

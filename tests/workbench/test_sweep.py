@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -220,14 +218,6 @@ def test_changed_code_runs_again_in_a_new_run(home, grid, capsys):
     assert tag(old, "superseded_by") == new.info.run_id
 
 
-def start_sweep(file: Path, home: Path, *settings: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "workbench.cli", "sweep", str(file), *settings],
-        cwd=ROOT, env={**os.environ, "WORKBENCH_HOME": str(home)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-
-
 def wait_for(condition, seconds=90.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -252,11 +242,11 @@ def running_step(home: Path, beyond: int):
 LONG = {"trainer.max_steps": 200, "trainer.checkpoint_every": 5}
 
 
-def test_a_killed_sweep_goes_on_where_it_was(home, grid):
+def test_a_killed_sweep_goes_on_where_it_was(home, grid, start):
     """kill -9 of the sweep in its second cell: its trial ends too; a second call finishes that one from its
     checkpoint, repeats nothing finished, and every run's status is true."""
     file = grid(grid={"data.context_length": [32, 64]}, set=LONG)
-    sweep = start_sweep(file, home)
+    sweep = start("sweep", str(file), home=home)
     first = wait_for(lambda: next((p.parent for p in home.glob("trials/*/outcome.json")), None))
     folder = wait_for(lambda: running_step(home, 50))
     assert folder != first
@@ -278,9 +268,9 @@ def test_a_killed_sweep_goes_on_where_it_was(home, grid):
     assert untouched.info.end_time == finished.info.end_time
 
 
-def test_a_killed_trial_is_lost_and_the_others_go_on(home, grid):
+def test_a_killed_trial_is_lost_and_the_others_go_on(home, grid, start):
     file = grid(grid={"data.context_length": [32, 64]}, set=LONG)
-    sweep = start_sweep(file, home)
+    sweep = start("sweep", str(file), home=home)
     folder = wait_for(lambda: running_step(home, 20))
     client, _, _ = runs_of(home)
     os.kill(int(tag(client.get_run(folder.name), "pid")), signal.SIGKILL)
@@ -293,9 +283,9 @@ def test_a_killed_trial_is_lost_and_the_others_go_on(home, grid):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_closes_its_runs(home, grid, number):
+def test_an_interrupted_sweep_closes_its_runs(home, grid, number, start):
     file = grid(grid={"data.context_length": [32, 64]}, set={**LONG, "trainer.max_steps": 100_000})
-    sweep = start_sweep(file, home)
+    sweep = start("sweep", str(file), home=home)
     folder = wait_for(lambda: running_step(home, 20))
     sweep.send_signal(number)
     out, _ = sweep.communicate(timeout=60)
