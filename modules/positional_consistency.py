@@ -47,6 +47,6 @@ def compare_logits(model: Llama, hidden_STE: Tensor) -> list[Consistency]:
             largest[index - 1] = torch.maximum(largest[index - 1], difference)
             kl_sum[index - 1] += (probability_CV * (reference_log_CV - logits_CV.log_softmax(-1))).sum().cpu()
     return [
-        Consistency(mean_kl=float(kl) / tokens, max_logit_difference=float(most))
+        Consistency(mean_kl=max(0.0, float(kl) / tokens), max_logit_difference=float(most))
         for kl, most in zip(kl_sum, largest, strict=True)
     ]

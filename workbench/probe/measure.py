@@ -171,7 +171,7 @@ def check_memory(settings: ProbeSettings, shape: LlamaConfig) -> None:
 
 def memory_bytes(settings: ProbeSettings, shape: LlamaConfig, tokens: int) -> float:
     """About how much memory a probe takes at its peak: weights, one layer of all position sets, a block of scores."""
-    size = max(torch.finfo(getattr(torch, dtype)).bits // 8 for dtype in settings.dtypes)
+    size = max(condition.torch_dtype.itemsize for condition in settings.conditions())
     wide = max(size, 4)
     sets = 1 + len(settings.shifts)
     q_width, kv_width = shape.heads * shape.head_width, shape.kv_heads * shape.head_width

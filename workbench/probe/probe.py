@@ -70,7 +70,7 @@ def probe(model: str, settings: ProbeSettings) -> dict[str, Any]:
                 )
 
             results = work.run(on_layer=lambda: progress.advance(task), on_estimate=estimated)
-        document = record(tracker, run_id, source.short_name, settings, results)
+        document = record(tracker, run_id, source, settings, results)
     console.print(f"Figures and tables: run {run_id} of experiment {EXPERIMENT}, `workbench ui`.", highlight=False)
     return document
 

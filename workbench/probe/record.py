@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from workbench import environment
+from workbench.model_source import ModelSource
 from workbench.probe.figures import draw
 from workbench.probe.measure import ConditionResult
 from workbench.probe.settings import ProbeSettings
@@ -51,11 +52,11 @@ def recorded(
 
 
 def record(
-    tracker: Tracker, run_id: str, model: str, settings: ProbeSettings, results: list[ConditionResult]
+    tracker: Tracker, run_id: str, source: ModelSource, settings: ProbeSettings, results: list[ConditionResult]
 ) -> dict[str, Any]:
     """Writes everything; returns the JSON document."""
     rows, consistency = deviation_rows(settings, results), consistency_rows(settings, results)
-    document = {"model": model, "rows": rows, "consistency": consistency}
+    document = {"model": source.name, "rows": rows, "consistency": consistency}
     tracker.client.log_dict(run_id, {**document, "settings": dataclasses.asdict(settings)}, "probe.json")
     tables = {
         "rows.csv": rows,
@@ -66,7 +67,7 @@ def record(
     for name, table in tables.items():
         if table:
             tracker.client.log_text(run_id, as_csv(table), f"tables/{name}")
-    for name, figure in draw(model, settings, results).items():
+    for name, figure in draw(source.short_name, settings, results).items():
         tracker.client.log_figure(run_id, figure, f"figures/{name}")
     _log_metrics(tracker, run_id, settings, results, consistency)
     return document
