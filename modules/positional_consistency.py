@@ -25,6 +25,11 @@ class Consistency:
     max_logit_difference: float
 
 
+def logits_at_once(vocabulary_size: int) -> int:
+    """Tokens whose logits are compared together: a quarter of what a training step holds, since these are float64."""
+    return max(1, default_chunk_tokens(vocabulary_size) // 4)
+
+
 @torch.no_grad()
 def compare_logits(model: Llama, hidden_STE: Tensor) -> list[Consistency]:
     """Of every position set but the first.
@@ -35,8 +40,7 @@ def compare_logits(model: Llama, hidden_STE: Tensor) -> list[Consistency]:
     """
     sets, tokens = hidden_STE.shape[:2]
     kl_sum, largest = torch.zeros(sets - 1, dtype=torch.float64), torch.zeros(sets - 1, dtype=torch.float64)
-    # A quarter of what a training step holds: four float64 copies are alive here.
-    chunk = max(1, default_chunk_tokens(model.config.vocabulary_size) // 4)
+    chunk = logits_at_once(model.config.vocabulary_size)
     for start in range(0, tokens, chunk):
         reference_CV = model.logits(hidden_STE[0, start : start + chunk]).double()
         reference_log_CV = reference_CV.log_softmax(-1)

@@ -133,7 +133,7 @@ def test_a_failed_probe_is_closed_as_failed(home, words, monkeypatch):
         (["debug", "--lengths", "1000"], "--lengths 1000: must be from 2 to --tokens 512"),
         (["debug", "--max-memory", "0.2"], "--tokens 512: needs about"),
         (["debug", "--max-memory", "nan"], "--max-memory nan: must be a number"),
-        (["debug", "--tokens", "100000", "--max-memory", "1"], "--tokens 11304 would fit"),
+        (["debug", "--tokens", "100000", "--max-memory", "1"], "would fit. Fewer --shifts need less"),
         (["debug", "--corpus", "no.jsonl"], "cannot read no.jsonl"),
         (["debug", "--tokens", "1000000"], "needs about"),
         (["smollm2_135m", "--tokenizer", "no.json"], "cannot read no.json"),

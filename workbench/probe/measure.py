@@ -12,15 +12,17 @@ from torch import Tensor
 
 from modules.llama import Llama, LlamaConfig, parameter_count
 from modules.position_probe import propagate, share
-from modules.positional_consistency import Consistency, compare_logits
+from modules.positional_consistency import Consistency, compare_logits, logits_at_once
 from modules.precision import resolve_bfloat16_products
 from modules.shift_deviation import SCORES_AT_ONCE, DeviationSums, ShiftDeviation
 from workbench.errors import UserError
 from workbench.probe.sequences import as_rows, positions_in_documents
 from workbench.probe.settings import Condition, ProbeSettings
 
-PROCESS_BYTES = 450e6
-"""Python, torch and the tracking library before a model is loaded."""
+PROCESS_BYTES = 650e6
+"""Python with torch, MLflow, a tokenizer of 50 000 tokens and matplotlib."""
+ALLOCATOR_SHARE = 1.3
+"""What the process holds over what is in use: memory that was given back comes back in other sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,4 +183,7 @@ def memory_bytes(settings: ProbeSettings, shape: LlamaConfig, tokens: int) -> fl
     tables = 4 * sets * shape.head_width * wide
     sums = 3 * 8 * len(settings.all_lengths()) * len(settings.shifts) * shape.heads
     block = 5 * max(SCORES_AT_ONCE, shape.heads * tokens) * wide
-    return PROCESS_BYTES + parameter_count(shape) * size + tokens * (sets * per_token + swiglu + tables + sums) + block
+    used = parameter_count(shape) * size + tokens * (sets * per_token + swiglu + tables + sums) + block
+    if settings.offsets:
+        used += 5 * 8 * min(tokens, logits_at_once(shape.vocabulary_size)) * shape.vocabulary_size
+    return PROCESS_BYTES + ALLOCATOR_SHARE * used
