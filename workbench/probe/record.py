@@ -16,7 +16,7 @@ from workbench.model_source import ModelSource
 from workbench.probe.figures import draw
 from workbench.probe.measure import ConditionResult
 from workbench.probe.settings import ProbeSettings
-from workbench.probe.tables import as_csv, consistency_rows, deviation_rows, head_rows, token_rows
+from workbench.probe.tables import as_csv, condition_of, consistency_rows, deviation_rows, head_rows, token_rows
 from workbench.tracking import Tracker
 
 EXPERIMENT = "probe"
@@ -69,7 +69,7 @@ def record(
             tracker.client.log_text(run_id, as_csv(table), f"tables/{name}")
     for name, figure in draw(source.short_name, settings, results).items():
         tracker.client.log_figure(run_id, figure, f"figures/{name}")
-    _log_metrics(tracker, run_id, settings, results, consistency)
+    _log_metrics(tracker, run_id, settings, rows, consistency)
     return document
 
 
@@ -77,35 +77,28 @@ def _log_metrics(
     tracker: Tracker,
     run_id: str,
     settings: ProbeSettings,
-    results: list[ConditionResult],
+    rows: list[dict[str, Any]],
     consistency: list[dict[str, Any]],
 ) -> None:
     from mlflow.entities import Metric
 
     now = int(time.time() * 1000)
+    furthest = max(settings.shifts, key=lambda shift: abs(shift - settings.reference_shift))
     points = []
-    of_offset = {(tuple(row[key] for key in _CONDITION), row["offset"]): row for row in consistency}
-    for result in results:
-        mean, label, condition = result.mean, result.condition.label, result.condition
-        for s, shift in enumerate(settings.shifts):
+    for row in rows:
+        label = condition_of(row).label
+        if row["tokens"] == settings.tokens:
             points += [
-                Metric(f"deviation/{label}", float(mean.deviation_SN[s, -1]), now, shift),
-                Metric(f"row_deviation/{label}", float(mean.row_deviation_SN[s, -1]), now, shift),
-                Metric(f"first_token_share/{label}", float(mean.first_token_share_SN[s, -1]), now, shift),
+                Metric(f"{key}/{label}", row[key], now, row["shift"])
+                for key in ("deviation", "row_deviation", "first_token_share")
             ]
-        furthest = max(range(len(settings.shifts)), key=lambda s: abs(settings.shifts[s] - settings.reference_shift))
+        if row["shift"] == furthest:
+            points.append(Metric(f"logit_deviation/{label}", row["logit_deviation"], now, row["tokens"]))
+    for row in consistency:
+        label = condition_of(row).label
         points += [
-            Metric(f"logit_deviation/{label}", float(value), now, tokens)
-            for tokens, value in zip(mean.lengths, mean.logit_deviation_SN[furthest], strict=True)
+            Metric(f"consistency_kl/{label}", row["mean_kl"], now, row["offset"]),
+            Metric(f"consistency_logit_difference/{label}", row["max_logit_difference"], now, row["offset"]),
         ]
-        for offset in settings.offsets if result.consistency else ():
-            row = of_offset[tuple(getattr(condition, key) for key in _CONDITION), offset]
-            points += [
-                Metric(f"consistency_kl/{label}", row["mean_kl"], now, offset),
-                Metric(f"consistency_logit_difference/{label}", row["max_logit_difference"], now, offset),
-            ]
     for start in range(0, len(points), 1000):
         tracker.client.log_batch(run_id, metrics=points[start : start + 1000])
-
-
-_CONDITION = ("rotary_precision", "rotary_dtype", "dtype", "weights")

@@ -137,13 +137,14 @@ def _print_table(title: str, columns: tuple[str, ...], lines: list[tuple[Any, ..
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for row, *texts in lines:
-        label = _condition(row).label
+        label = condition_of(row).label
         table.add_row("" if label == last else label, *texts)
         last = label
     Console().print(table)
 
 
-def _condition(row: Mapping[str, Any]) -> Condition:
+def condition_of(row: Mapping[str, Any]) -> Condition:
+    """The condition that a row is of."""
     return Condition(**{key: row[key] for key in ("dtype", "rotary_dtype", "rotary_precision", "weights")})
 
 
