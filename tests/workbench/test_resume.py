@@ -54,7 +54,7 @@ def kill_after(process: subprocess.Popen, home: Path, step: int) -> None:
     raise AssertionError("no checkpoint in time")
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow), "bf16-true"])
 def test_killed_twice_and_resumed_equals_unbroken(home, tmp_path, experiment, precision, start):
     """Every later step's loss is bit-identical, in one MLflow run without a double point."""
     steps = 60

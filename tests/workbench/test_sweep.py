@@ -282,7 +282,7 @@ def test_a_killed_trial_is_lost_and_the_others_go_on(home, grid, start):
     assert list(outcomes.values()) == [("FINISHED", "completed")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_sweep_closes_its_runs(home, grid, number, start):
     file = grid(grid={"data.context_length": [32, 64]}, set={**LONG, "trainer.max_steps": 100_000})
     sweep = start("sweep", str(file), home=home)
