@@ -29,23 +29,26 @@ class Layout(NamedTuple):
     """bool, whether a copy of the anchor stands in front."""
     number_P: np.ndarray
     """int64, 1, 2, ... in each row."""
+    store_P: np.ndarray
+    """int64, which of the stores the piece is in."""
     source_P: np.ndarray
-    """int64, where the piece's tokens begin in the store."""
+    """int64, where the piece's tokens begin in that store."""
     shared_B: np.ndarray
     """bool, whether the row begins with a shared anchor."""
     filled_B: np.ndarray
     """int64, places of the row before its padding."""
 
 
-def place_tokens(layout: Layout, store: np.ndarray, *, context_length: int, anchor_id: int, pad_id: int) -> np.ndarray:
-    """int64 [B, T] token ids, copied from the flat `store`."""
+def place_tokens(layout: Layout, stores: list[np.ndarray], *, context_length: int, anchor_id: int, pad_id: int) -> np.ndarray:
+    """int64 [B, T] token ids, copied from the flat `stores`."""
     tokens_BT = np.full((len(layout.filled_B), context_length), pad_id, np.int64)
     tokens_BT[layout.shared_B, 0] = anchor_id
     flat = tokens_BT.reshape(-1)
     flat[layout.begin_P[layout.copy_P]] = anchor_id
     begins, lengths = layout.begin_P + layout.copy_P, layout.width_P - layout.copy_P
-    for begin, length, source in zip(begins.tolist(), lengths.tolist(), layout.source_P.tolist(), strict=True):
-        flat[begin : begin + length] = store[source : source + length]
+    origin = zip(layout.store_P.tolist(), layout.source_P.tolist(), strict=True)
+    for begin, length, (store, source) in zip(begins.tolist(), lengths.tolist(), origin, strict=True):
+        flat[begin : begin + length] = stores[store][source : source + length]
     return tokens_BT
 
 

@@ -1,21 +1,22 @@
 """What the data settings are: which text, how it becomes tokens, how documents become rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
+
+from datamodules.sources.config import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Documents and the rows made of them.
+class DataConfig(SourceConfig):
+    """Documents and the rows made of them. The settings of one source stand here; of several in `sources`.
 
     Raises:
         ValueError: one line for every setting out of range.
     """
 
-    corpus: str = "python_stdlib"
-    """`python_stdlib` (this Python's own source files, one a document) or the path of a `.jsonl` file."""
-    text_field: str = "text"
-    """Key of a jsonl line's object that holds the document's text."""
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    """Several sources by their names, each with `corpus` and the other settings of a source. Empty: the one that
+    `corpus` names."""
     tokenizer: str = "auto"
     """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one. `auto`: that of
     `model.checkpoint`, an error if it has none; without a checkpoint `byte`."""
@@ -46,16 +47,14 @@ class DataConfig:
     """Decides which documents validate and in which order the others are packed; not the order of rows."""
     workers: int = 0
     """Processes that make rows beside the training process; 0 makes them in it."""
+    processes: int = 0
+    """Processes that tokenise; 0 is one for each core."""
 
     def __post_init__(self) -> None:
-        broken = []
+        broken = [f"data.{line}" for line in self.broken_source_rules()] + self._broken_sources()
         for name, kind in get_type_hints(type(self)).items():  # OmegaConf checks these too, plain Python does not
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 broken.append(f"data.{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}.")
-        if not self.corpus:
-            broken.append("data.corpus is empty. Set python_stdlib or the path of a .jsonl file.")
-        if not self.text_field:
-            broken.append("data.text_field is empty. Set the key that holds the text in each line.")
         if not self.tokenizer:
             broken.append("data.tokenizer is empty. Set byte or the path of a tokenizer.json.")
         if self.context_length < 2:
@@ -71,5 +70,19 @@ class DataConfig:
             broken.append(f"data.shuffle_seed={self.shuffle_seed} is no seed. Set 0 or more.")
         if self.workers < 0:
             broken.append(f"data.workers={self.workers} is no number of processes. Set 0 or more.")
+        if self.processes < 0:
+            broken.append(f"data.processes={self.processes} is no number of processes. Set 0 or more.")
         if broken:
             raise ValueError("\n".join(broken))
+
+    def _broken_sources(self) -> list[str]:
+        if not self.sources:
+            return []
+        broken = [
+            f"data.sources.{name}.{line}" for name, each in self.sources.items() for line in each.broken_source_rules()
+        ]
+        beside = [each.name for each in fields(SourceConfig) if getattr(self, each.name) != each.default]
+        return broken + [
+            f"data.{name}={getattr(self, name)!r} says nothing beside data.sources. Move it into data.sources.NAME.{name}."
+            for name in beside
+        ]

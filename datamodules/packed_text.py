@@ -5,24 +5,24 @@ from typing import Any
 import lightning.pytorch as pl
 
 from datamodules.config import DataConfig
+from datamodules.corpus import Corpus
 from datamodules.loader import RowLoader, TrainingOrder, validation_order
 from datamodules.rows import PackedRows
 from datamodules.splits import plan_parts
-from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer
 
 __all__ = ["PackedRows", "PackedTextDataModule", "RowLoader"]
 
 
 class PackedTextDataModule(pl.LightningDataModule):
-    """Rows for training and validation from one token store.
+    """Rows for training and validation from one corpus.
 
     The training loader is one pass over `total_rows` rows, however many epochs of the documents that takes.
     Validation rows have labels within documents and best-fit packing whatever the training rows have.
 
     Args:
         config: `anchor` and `positions` resolved (not `auto`).
-        store: the tokens; made by the same `tokenizer`.
+        corpus: the documents; made by the same `tokenizer`.
         rows_per_batch: rows of one micro batch on one rank.
         total_rows: rows that the whole training takes, over all ranks and micro batches; a multiple of
             rows_per_batch x ranks.
@@ -37,7 +37,7 @@ class PackedTextDataModule(pl.LightningDataModule):
         self,
         config: DataConfig,
         *,
-        store: TokenStore,
+        corpus: Corpus,
         tokenizer: Tokenizer,
         rows_per_batch: int,
         total_rows: int,
@@ -46,13 +46,13 @@ class PackedTextDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         assert config.positions != "auto", "whoever knows the attention strategy resolves data.positions"
-        assert store.header.tokenizer_digest == tokenizer.digest, "a store of another tokenizer"
+        assert corpus.tokenizer_digest == tokenizer.digest, "a store of another tokenizer"
         self.config = config
         self.rows_per_batch, self.total_rows, self.seed = rows_per_batch, total_rows, seed
-        self.training, self.validation = plan_parts(store.lengths, config)
+        self.training, self.validation = plan_parts(corpus.lengths, config)
         shared: dict[str, Any] = {"positions": config.positions, "anchor_copies_at_zero": anchor_copies_at_zero}
-        self.training_rows = PackedRows(self.training, store, tokenizer, labels=config.labels, **shared)
-        self.validation_rows = PackedRows(self.validation, store, tokenizer, labels="within_document", **shared)
+        self.training_rows = PackedRows(self.training, corpus, tokenizer, labels=config.labels, **shared)
+        self.validation_rows = PackedRows(self.validation, corpus, tokenizer, labels="within_document", **shared)
 
     def train_dataloader(self) -> RowLoader:
         order = TrainingOrder(len(self.training_rows), total=self.total_rows, seed=self.seed)

@@ -1,4 +1,4 @@
-"""Rows made when asked for, from a plan and the token store.
+"""Rows made when asked for, from a plan and the stored tokens.
 
 Shape letters: B rows, T tokens in a row.
 """
@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from datamodules.anchors import Layout, number_documents, place_tokens
+from datamodules.corpus import Corpus
 from datamodules.labels import next_token_labels
 from datamodules.positions import token_positions
 from datamodules.splits import PackedPart
-from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer
 from modules.batch import PackedBatch
 
@@ -26,7 +26,7 @@ class PackedRows(Dataset[PackedBatch]):
     """All rows of a plan; `rows[[3, 0]]` is a batch of two.
 
     Args:
-        part: documents of `store` and their plan.
+        part: documents of `corpus` and their plan.
         tokenizer: gives the anchor and padding ids; not kept.
         positions, labels: as in DataConfig, resolved.
         anchor_copies_at_zero: every copy of the anchor at position 0 (what the anchor strategy wants).
@@ -35,7 +35,7 @@ class PackedRows(Dataset[PackedBatch]):
     def __init__(
         self,
         part: PackedPart,
-        store: TokenStore,
+        corpus: Corpus,
         tokenizer: Tokenizer,
         *,
         positions: Literal["continuous", "reset"],
@@ -43,12 +43,12 @@ class PackedRows(Dataset[PackedBatch]):
         anchor_copies_at_zero: bool = False,
     ) -> None:
         self.plan = part.plan
-        self.store = store
+        self.corpus = corpus
         self.anchor_id, self.pad_id = tokenizer.anchor_id, tokenizer.pad_id
         self.positions, self.labels = positions, labels
         self.anchor_copies_at_zero = anchor_copies_at_zero
-        begins = np.asarray(store.ends) - store.lengths
-        self._source = begins[part.documents][self.plan.piece_document] + self.plan.piece_start
+        document = part.documents[self.plan.piece_document]
+        self._store, self._begin = corpus.store_of[document], corpus.begins[document] + self.plan.piece_start
 
     def __len__(self) -> int:
         return self.plan.rows
@@ -58,7 +58,7 @@ class PackedRows(Dataset[PackedBatch]):
         context_length = self.plan.context_length
         tokens_BT = place_tokens(
             layout,
-            np.asarray(self.store.tokens),  # a plain view: slices of a memmap object cost several times as much
+            self.corpus.tokens,
             context_length=context_length,
             anchor_id=self.anchor_id,
             pad_id=self.pad_id,
@@ -87,7 +87,8 @@ class PackedRows(Dataset[PackedBatch]):
             width_P=width,
             copy_P=plan.piece_anchor[piece],
             number_P=number + 1,
-            source_P=self._source[piece],
+            store_P=self._store[piece],
+            source_P=self._begin[piece],
             shared_B=shared,
             filled_B=np.bincount(row, width, rows.size).astype(np.int64) + shared,
         )

@@ -9,6 +9,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ class Tokenizer(ABC):
     end_id: int | None
     """Ends each document and belongs to it; None for no such token."""
     digest: str
-    """Hash of the tokenizer's content and of the ids above: equal digests make equal tokens."""
+    """Hash of the tokenizer's content and of the ids above: equal digests make equal tokens of one `library`."""
+    library: str = ""
+    """Name and version of the code that tokenises; empty for our own, whose changes raise the token store's format."""
 
     @property
     def pad_id(self) -> int:
@@ -104,6 +107,7 @@ def load_tokenizer(spec: str, anchor_token: str | None = None, end_of_document: 
         anchor_id=anchor_id,
         end_id=end_id,
         digest=_digest(content, anchor_id, end_id),
+        library=f"tokenizers {version('tokenizers')}",
         backend=backend,
     )
 

@@ -4,19 +4,19 @@
 `data` then build without asking the user anything more.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 
 from datamodules.config import DataConfig
+from datamodules.corpus import Corpus, Progress
+from datamodules.document_table import DocumentTable
 from datamodules.packing import PackPlan
+from datamodules.sources.file_digests import FileDigests
 from datamodules.splits import PackedPart, plan_parts
-from datamodules.token_store import TokenStore
 from datamodules.tokenizers import Tokenizer, load_tokenizer
 from modules.attention.capabilities import resolve_kernel
 from modules.attention.strategies import Strategy, check_data_choice, visible_pairs
@@ -276,26 +276,36 @@ def module(resolved: Resolved) -> "LanguageModel":
     )
 
 
-def store(resolved: Resolved, home: Path, *others: Resolved) -> TokenStore:
-    """The corpus as tokens, tokenised now if this is the first time.
+def corpus(
+    resolved: Resolved,
+    home: Path,
+    *others: Resolved,
+    digests: FileDigests | None = None,
+    report: Callable[[str, Progress], object] = lambda source, progress: None,
+) -> Corpus:
+    """All documents as tokens, tokenised now if this is the first time.
 
     Args:
         resolved: whose corpus and tokenizer.
         home: where token stores live.
-        others: more configs over the same corpus and tokenizer; rows must be possible for all.
+        others: more configs over the same documents and tokenizer; rows must be possible for all.
+        digests: what is known of files already.
+        report: told now and then how far which source is.
     Raises:
         UserError: the corpus cannot be read (with file and line or byte), or makes no rows. Nothing is left behind.
     """
 
-    def accept(lengths: np.ndarray) -> None:
+    def accept(table: DocumentTable) -> None:
         for each in (resolved, *others):
-            plan_parts(lengths, each.data)
+            plan_parts(table.lengths, each.data)
 
     with user_input():
-        return TokenStore.open_or_build(home, resolved.data, resolved.tokenizer, accept=accept)
+        return Corpus.open_or_build(
+            home, resolved.data, resolved.tokenizer, accept=accept, report=report, digests=digests
+        )
 
 
-def data(resolved: Resolved, tokens: TokenStore) -> "PackedTextDataModule":
+def data(resolved: Resolved, documents: Corpus) -> "PackedTextDataModule":
     """The LightningDataModule over all rows that the training consumes.
 
     Raises:
@@ -307,7 +317,7 @@ def data(resolved: Resolved, tokens: TokenStore) -> "PackedTextDataModule":
     with user_input():
         return PackedTextDataModule(
             resolved.data,
-            store=tokens,
+            corpus=documents,
             tokenizer=resolved.tokenizer,
             rows_per_batch=trainer.rows_per_batch,
             total_rows=trainer.max_steps * trainer.accumulate * trainer.rows_per_batch * trainer.devices,
@@ -331,14 +341,14 @@ class PairCounts:
         return self.visible / self.causal
 
 
-def rows(resolved: Resolved, tokens: TokenStore) -> tuple[PackedPart, PackedPart]:
+def rows(resolved: Resolved, documents: Corpus) -> tuple[PackedPart, PackedPart]:
     """(training, validation) documents and their rows, from lengths alone.
 
     Raises:
         UserError: no full row or no validation document can be made of the corpus.
     """
     with user_input():
-        return plan_parts(tokens.lengths, resolved.data)
+        return plan_parts(documents.lengths, resolved.data)
 
 
 def pair_counts(resolved: Resolved, plan: PackPlan) -> PairCounts:
@@ -349,17 +359,12 @@ def pair_counts(resolved: Resolved, plan: PackPlan) -> PairCounts:
     return PairCounts(visible=int(per_row.sum()), causal=plan.rows * length * (length + 1) // 2, rows=plan.rows)
 
 
-def data_digest(corpus_digest: str, tokenizer: Tokenizer) -> str:
-    """Identity of a run's data: the corpus' bytes and the tokenizer's."""
-    return hashlib.sha256(f"{corpus_digest} {tokenizer.digest}".encode()).hexdigest()[:32]
-
-
 def data_report(
-    resolved: Resolved, tokens: TokenStore, training: PackedPart, validation: PackedPart
+    resolved: Resolved, documents: Corpus, training: PackedPart, validation: PackedPart
 ) -> dict[str, int | float]:
     """Where every document and token went, for the run's packing.json and the dataset's profile."""
     return {
-        **{f"store/{key}": value for key, value in tokens.report().items()},
+        **{f"store/{key}": value for key, value in documents.report().items()},
         **{f"training/{key}": value for key, value in training.plan.report.as_dict().items()},
         "training/visible_pair_share": pair_counts(resolved, training.plan).share,
         **{f"validation/{key}": value for key, value in validation.plan.report.as_dict().items()},

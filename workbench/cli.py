@@ -295,8 +295,8 @@ def _prepare(asked: argparse.Namespace) -> int:
     from workbench.home import writable_home
 
     resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))
-    tokens = build.store(resolved, writable_home())
-    report = build.data_report(resolved, tokens, *build.rows(resolved, tokens))
+    corpus = build.corpus(resolved, writable_home())
+    report = build.data_report(resolved, corpus, *build.rows(resolved, corpus))
     if asked.json:
         _print_json(report)
         return 0

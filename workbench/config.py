@@ -142,6 +142,20 @@ def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+def kind_of(key: str, kinds: Mapping[str, Any]) -> Any:
+    """The type of a setting, also inside a section whose names the user chooses: data.sources.NAME.corpus.
+
+    None for what is no setting.
+    """
+    if key in kinds:
+        return kinds[key]
+    section, _, last = key.rpartition(".")
+    if get_origin(kinds.get(section)) is dict:  # model.overrides.width
+        return get_args(kinds[section])[1]
+    named = get_args(kinds.get(section.rpartition(".")[0]))
+    return get_type_hints(named[1]).get(last) if named and dataclasses.is_dataclass(named[1]) else None
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -203,8 +217,8 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
             if problem is None:
                 try:  # leaf by leaf, so that one mistake does not hide the next
                     tree = OmegaConf.merge(tree, _nested(key, value))
-                except (OmegaConfBaseException, ValueError):
-                    problem = f"{key}={value!r} must be {describe_kind(kinds.get(key))}."
+                except (OmegaConfBaseException, ValueError, TypeError):
+                    problem = f"{key}={value!r} must be {describe_kind(kind_of(key, kinds))}."
             if problem:
                 problems.append(f"{_place(where, key)}: {problem}" if where else problem)
                 refused.append(key)
@@ -260,22 +274,35 @@ def _schema_leaves(layer: Mapping[str, Any], kinds: Mapping[str, Any], prefix: s
     flat: dict[str, Any] = {}
     for key, value in layer.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and name not in kinds:
+        if isinstance(value, Mapping) and (name not in kinds or _holds_sections(kinds[name])):
             if value:
                 flat.update(_schema_leaves(value, kinds, f"{name}."))
-            elif not any(known.startswith(f"{name}.") for known in kinds):
+            elif name in kinds or not any(known.startswith(f"{name}.") for known in kinds):
                 flat[name] = value
         else:
             flat[name] = value
     return flat
 
 
+def _holds_sections(kind: Any) -> bool:
+    """Whether a dictionary-typed key has sections for values."""
+    return get_origin(kind) is dict and dataclasses.is_dataclass(get_args(kind)[1])
+
+
 def check_key(key: str, kinds: Mapping[str, Any] | None = None) -> str | None:
     """None for a key of the config, else a sentence that says so and suggests the right one."""
     kinds = schema() if kinds is None else kinds
-    parent = key.rpartition(".")[0]
-    if key in kinds or get_origin(kinds.get(parent)) is dict:
+    kind = kind_of(key, kinds)
+    if dataclasses.is_dataclass(kind):
+        inside = ", ".join(f"{key}.{item.name}" for item in dataclasses.fields(kind))
+        return f"{key} is a section, not a setting. It holds {inside}."
+    if kind is not None:
         return None
+    section = kinds.get(key.rpartition(".")[0].rpartition(".")[0])
+    if _holds_sections(section):  # a misspelt setting of a named section
+        prefix = key.rpartition(".")[0]
+        known = [f"{prefix}.{item.name}" for item in dataclasses.fields(get_args(section)[1])]
+        return f"{key} is no setting.{suggestion(key, known) or ' There are ' + ', '.join(known) + '.'}"
     if any(known.startswith(f"{key}.") for known in kinds):
         inside = ", ".join(known for known in kinds if known.startswith(f"{key}."))
         return f"{key} is a section, not a setting. It holds {inside}."
@@ -295,7 +322,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def _check_kind(key: str, value: Any, kinds: Mapping[str, Any]) -> str | None:
     """What OmegaConf would convert silently or explain poorly."""
-    kind = kinds.get(key)
+    kind = kind_of(key, kinds)
     if kind is PrecisionName and str(value) in ALIASES:
         return f"{key}={value!r} is an alias of Lightning's. Write {ALIASES[str(value)]}."
     if isinstance(value, str) and "${" in value:

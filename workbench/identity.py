@@ -11,11 +11,13 @@ FREE_OF_IDENTITY = (
     ("name",),
     ("tracking",),
     ("data", "corpus"),
+    ("data", "sources"),
     ("data", "tokenizer"),
     ("data", "workers"),
+    ("data", "processes"),
     ("model", "checkpoint"),
 )
-"""Settings that two equal trials may differ in. Corpus, tokenizer and checkpoint count by content, through digests."""
+"""Settings that two equal trials may differ in. Sources, tokenizer and checkpoint count by content, through digests."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from datamodules.corpus import Corpus
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.token_store import TokenStore
 from modules.language_model import LanguageModel
 from modules.position_probe import Rotation, propagate
 from modules.shift_deviation import DeviationSums, ShiftDeviationConfig
@@ -71,12 +71,12 @@ class LiveDeviation(lightning.Callback):
         self.stop_clock()
 
 
-def sample_of(data: PackedTextDataModule, store: TokenStore, *, tokens: int, anchor_id: int) -> torch.Tensor:
+def sample_of(data: PackedTextDataModule, corpus: Corpus, *, tokens: int, anchor_id: int) -> torch.Tensor:
     """The anchor token and then the validation documents' tokens, as many as asked for and there are."""
     parts, length = [np.array([anchor_id], np.int64)], 1
     for document in data.validation.documents:
         if length >= tokens:
             break
-        parts.append(store.document(int(document)).astype(np.int64))
+        parts.append(corpus.document(int(document)).astype(np.int64))
         length += len(parts[-1])
     return torch.from_numpy(np.concatenate(parts)[:tokens])

@@ -5,12 +5,12 @@ The dry run prints this plan and the real run executes it, so the plan cannot li
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datamodules.documents import corpus_digest
-from datamodules.token_store import TokenStore
+from datamodules.corpus import Corpus, file_digests
+from datamodules.sources.config import SourceConfig
 from modules.flops import training_flops
 from modules.llama import parameter_count
 from workbench import build
@@ -25,8 +25,8 @@ from workbench.tracking import Tracker, tag
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-DataKey = tuple[str, str, str]
-"""Corpus, text field and the tokenizer's digest: what a token store is made of."""
+DataKey = tuple[str, str]
+"""The settings of all sources and the tokenizer's digest: what token stores are made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
     children = _children(home, experiments.pop(), sweep.name)
     trials = []
     for cell, resolved in decided:
-        data_digest, store = stores[_data_key(resolved)]
+        data_digest, corpus = stores[_data_key(resolved)]
         known = identity(
             resolved.config,
             data_digest=data_digest,
@@ -160,7 +160,7 @@ def plan(sweep: Sweep, overrides: Mapping[str, Any], *, home: Path, tokenise: bo
                 cell=cell,
                 resolved=resolved,
                 identity=known,
-                size=_size(resolved, store),
+                size=_size(resolved, corpus),
                 state=state,
                 why=why,
                 run_id=run_id,
@@ -205,33 +205,33 @@ def _said_once(problems: list[str]) -> list[str]:
 
 def _open_stores(
     decided: list[build.Resolved], home: Path, *, tokenise: bool
-) -> dict[DataKey, tuple[str, TokenStore | None]]:
-    """(data digest, token store) of each corpus and tokenizer, looked up once however many cells share them."""
+) -> dict[DataKey, tuple[str, Corpus | None]]:
+    """(data digest, documents) of each choice of sources and tokenizer, looked up once however many cells share it."""
     sharing: dict[DataKey, list[build.Resolved]] = {}
     for resolved in decided:
         sharing.setdefault(_data_key(resolved), []).append(resolved)
-    with user_input():  # all corpora first: a store of one is not written when another is missing
-        digests = {first.data.corpus: corpus_digest(first.data.corpus) for first, *_ in sharing.values()}
-    found: dict[DataKey, tuple[str, TokenStore | None]] = {}
-    for key, (first, *others) in sharing.items():
-        store: TokenStore | None
-        with user_input():
-            if tokenise:
-                store = build.store(first, home, *others)
-            else:
-                store = TokenStore.find(home, first.data, first.tokenizer)
-        found[key] = (build.data_digest(digests[first.data.corpus], first.tokenizer), store)
+    digests = file_digests(home)
+    with user_input():  # all of them first: a store of one is not written when another's documents are missing
+        found = {
+            key: Corpus.find(home, first.data, first.tokenizer, digests=digests) for key, (first, *_) in sharing.items()
+        }
+    if tokenise:
+        for key, (first, *others) in sharing.items():
+            found[key] = found[key][0], build.corpus(first, home, *others, digests=digests)
     return found
 
 
 def _data_key(resolved: build.Resolved) -> DataKey:
-    return resolved.data.corpus, resolved.data.text_field, resolved.tokenizer.digest
+    data = resolved.data
+    of_source = {each.name: getattr(data, each.name) for each in fields(SourceConfig)}
+    of_sources = {name: asdict(each) for name, each in data.sources.items()}
+    return json.dumps([of_source, of_sources]), resolved.tokenizer.digest
 
 
-def _size(resolved: build.Resolved, store: TokenStore | None) -> Size:
+def _size(resolved: build.Resolved, corpus: Corpus | None) -> Size:
     config, share, flops = resolved.config, None, None
-    if store is not None:
-        pairs = build.pair_counts(resolved, build.rows(resolved, store)[0].plan)
+    if corpus is not None:
+        pairs = build.pair_counts(resolved, build.rows(resolved, corpus)[0].plan)
         tokens = config.tokens_per_step * config.trainer.max_steps
         per_token = pairs.visible / (pairs.rows * config.data.context_length)
         flops = training_flops(resolved.shape, tokens=tokens, visible_pairs=round(per_token * tokens))

@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.progress import Progress
 
+from datamodules.corpus import Corpus
 from datamodules.packed_text import PackedTextDataModule
-from datamodules.token_store import TokenStore
 from modules.language_model import LanguageModel, NonFiniteLossError
 from modules.precision import cpu_has_bfloat16_products, precision_plugin
 from workbench import build, environment
@@ -36,7 +36,7 @@ class Prepared:
     """Everything that training needs, made and checked; no run is touched yet."""
 
     resolved: build.Resolved
-    store: TokenStore
+    corpus: Corpus
     module: LanguageModel
     data: PackedTextDataModule
     checkpoint: Path | None
@@ -44,7 +44,7 @@ class Prepared:
     @property
     def data_digest(self) -> str:
         """Identity of corpus and tokenizer."""
-        return build.data_digest(self.store.header.corpus_digest, self.resolved.tokenizer)
+        return self.corpus.digest
 
 
 def prepare(config: RunConfig, *, home: Path, checkpoint: Path | None = None) -> Prepared:
@@ -58,12 +58,12 @@ def prepare(config: RunConfig, *, home: Path, checkpoint: Path | None = None) ->
         UserError: whatever is wrong with settings, corpus, tokenizer or checkpoint.
     """
     resolved = build.check(config)
-    store = build.store(resolved, home)
-    module, data = build.module(resolved), build.data(resolved, store)
+    corpus = build.corpus(resolved, home)
+    module, data = build.module(resolved), build.data(resolved, corpus)
     if checkpoint is not None:
         check_checkpoint(checkpoint, module)
         module.start_step = checkpoint_step(checkpoint) or 0
-    return Prepared(resolved=resolved, store=store, module=module, data=data, checkpoint=checkpoint)
+    return Prepared(resolved=resolved, corpus=corpus, module=module, data=data, checkpoint=checkpoint)
 
 
 def train(
@@ -199,7 +199,7 @@ def _live_deviation(prepared: Prepared, step_metrics: StepMetrics) -> list[light
     if config.every is None:
         return []
     anchor_id = resolved.tokenizer.anchor_id
-    sample_T = sample_of(prepared.data, prepared.store, tokens=config.tokens, anchor_id=anchor_id)
+    sample_T = sample_of(prepared.data, prepared.corpus, tokens=config.tokens, anchor_id=anchor_id)
     return [LiveDeviation(config, sample_T, stop_clock=step_metrics.stop_clock)]
 
 
@@ -241,7 +241,7 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     tracker.client.log_dict(run_id, shape_to_dict(resolved.shape), SHAPE)
     surroundings = environment.describe(resolved.device_type)
     tracker.client.log_dict(run_id, surroundings, "environment.json")
-    report = build.data_report(resolved, prepared.store, prepared.data.training, prepared.data.validation)
+    report = build.data_report(resolved, prepared.corpus, prepared.data.training, prepared.data.validation)
     tracker.client.log_dict(run_id, report, "packing.json")
     tracker.set_tags(
         run_id,
@@ -256,9 +256,9 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     )
     tracker.log_dataset(
         run_id,
-        name=Path(resolved.data.corpus).name,
+        name="+".join(prepared.corpus.stores),
         digest=prepared.data_digest,
-        source=resolved.data.corpus,
+        source=" ".join(each.corpus for each in resolved.data.sources.values()) or resolved.data.corpus,
         profile=report,
     )
 

@@ -41,6 +41,7 @@ def row_layout(lengths: np.ndarray) -> Layout:
         width_P=lengths,
         copy_P=np.zeros(len(lengths), dtype=bool),
         number_P=np.arange(1, len(lengths) + 1),
+        store_P=np.zeros(len(lengths), dtype=np.int64),
         source_P=np.zeros(len(lengths), dtype=np.int64),
         shared_B=np.array([True]),
         filled_B=ends[-1:],

@@ -5,7 +5,8 @@ from itertools import islice
 
 import numpy as np
 
-from datamodules.documents import read_documents
+from datamodules.sources.config import SourceConfig
+from datamodules.sources.find import read_documents
 from datamodules.tokenizers import Tokenizer
 from workbench.errors import UserError, user_input
 
@@ -27,8 +28,9 @@ def read_sequences(corpus: str, tokenizer: Tokenizer, *, tokens: int, sequences:
     open_sequence = np.array([tokenizer.anchor_id], np.int64)
     read = 0
     with user_input():
-        for text in _shuffled(corpus, seed):
-            ids = tokenizer.encode_batch([text])[0].astype(np.int64)
+        for content in _shuffled(corpus, seed):
+            ids = tokenizer.encode_batch([content])[0] if isinstance(content, str) else content
+            ids = ids.astype(np.int64)
             read += len(ids)
             open_sequence = np.concatenate([open_sequence, ids])
             if len(open_sequence) < tokens:
@@ -63,10 +65,10 @@ def positions_in_documents(document_T: np.ndarray) -> np.ndarray:
     return np.arange(len(document_T)) - starts[document_T - 1]
 
 
-def _shuffled(corpus: str, seed: int) -> Iterator[str]:
-    """Texts in an order that the seed decides, some thousands at a time."""
+def _shuffled(corpus: str, seed: int) -> Iterator[str | np.ndarray]:
+    """Texts, or ids where the corpus is tokens already, in an order that the seed decides, some thousands at a time."""
     order = np.random.default_rng(seed)
-    documents = read_documents(corpus)
+    documents = read_documents(SourceConfig(corpus=corpus))
     while batch := list(islice(documents, DOCUMENTS_AT_ONCE)):
         for index in order.permutation(len(batch)):
-            yield batch[index].text
+            yield batch[index].content
