@@ -328,5 +328,5 @@ def _appendable(file: Path) -> BinaryIO:
 def _append(file: BinaryIO, at: int, data: "np.ndarray | bytes") -> None:
     """Writes at a place and cuts off what stood behind: what a kill left half written."""
     file.seek(at)
-    file.write(memoryview(data))
+    file.write(memoryview(data))  # type: ignore[arg-type]  # numpy arrays are buffers
     file.truncate()

@@ -126,7 +126,7 @@ def _id_arrays(column: "pyarrow.Array | pyarrow.ChunkedArray") -> list[Any]:
     """An integer array for each row; whatever is none stays as it is and is refused with its row."""
     arrays = []
     for value in column:
-        values = value.values if value.is_valid and hasattr(value, "values") else None
+        values: Any = value.values if value.is_valid and hasattr(value, "values") else None
         whole = values is not None and values.null_count == 0
         arrays.append(values.to_numpy(zero_copy_only=False) if whole else value.as_py())
     return arrays

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from datamodules.config import DataConfig
-from datamodules.token_store import TokenStore
+from datamodules.corpus import Corpus
 from datamodules.tokenizers import load_tokenizer
 
 
@@ -15,12 +15,12 @@ def tokenizer():
 
 @pytest.fixture
 def store_of(tmp_path, tokenizer):
-    """Makes a store of given texts; an end of document is added to each."""
+    """Makes a corpus of given texts; an end of document is added to each."""
 
     def make(texts):
         file = tmp_path / "texts.jsonl"
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return TokenStore.open_or_build(tmp_path / "home", DataConfig(corpus=str(file)), tokenizer)
+        return Corpus.open_or_build(tmp_path / "home", DataConfig(corpus=str(file)), tokenizer)
 
     return make
 

@@ -19,7 +19,7 @@ def data_of(store_of, tokenizer, many_texts):
     def make(config=CONFIG, rows_per_batch=4, total_rows=80, **options):
         return PackedTextDataModule(
             config,
-            store=store,
+            corpus=store,
             tokenizer=tokenizer,
             rows_per_batch=rows_per_batch,
             total_rows=total_rows,

@@ -23,7 +23,9 @@ def rows_of(lengths, context_length, anchor, positions="continuous", labels="wit
     """Document i holds the tokens 10 * i, 10 * i + 1, ... ; packed in `order`."""
     lengths = np.array(lengths)
     tokens = np.concatenate([10 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.uint16)
-    store = SimpleNamespace(tokens=tokens, ends=np.cumsum(lengths), lengths=lengths)
+    store = SimpleNamespace(
+        tokens=[tokens], begins=np.cumsum(lengths) - lengths, store_of=np.zeros(len(lengths), int), lengths=lengths
+    )
     order = np.arange(lengths.size) if order is None else np.array(order)
     plan = plan_rows(
         lengths[order],

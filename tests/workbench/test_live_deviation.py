@@ -50,7 +50,7 @@ def test_the_value_is_the_trained_models_own(home, tmp_path, tiny):
     assert newest_checkpoint(trial_folder(home, run.info.run_id)) is not None
     source = find_model(run.info.run_id, home=home)
     prepared = prepare(run_config(home, run), home=home)
-    sample_T = sample_of(prepared.data, prepared.store, tokens=48, anchor_id=256)
+    sample_T = sample_of(prepared.data, prepared.corpus, tokens=48, anchor_id=256)
     assert sample_T.shape == (48,) and sample_T[0] == 256
     sums = DeviationSums(shifts=1, lengths=[48])
     place_T = torch.arange(48)
