@@ -22,12 +22,13 @@ class DataConfig(SourceConfig):
     `model.checkpoint`, an error if it has none; without a checkpoint `byte`."""
     context_length: int = 2048
     """Length of a row in tokens, anchors included."""
-    packing: Literal["concatenate", "best_fit"] = "concatenate"
-    """`concatenate`: documents end to end, cut at row ends. `best_fit`: no document that fits a row is cut."""
+    packing: Literal["concatenate", "best_fit", "one_per_row"] = "concatenate"
+    """`concatenate`: documents end to end, cut at row ends. `best_fit`: no document that fits a row is cut.
+    `one_per_row`: a row holds one document or one piece of a long one, and padding."""
     long_documents: Literal["split", "truncate", "drop"] = "split"
     """What happens to a document longer than a whole row."""
     tail: Literal["drop", "pad"] = "drop"
-    """What happens to the last, partly filled row of `concatenate` (`best_fit` pads every row)."""
+    """What happens to the last, partly filled row of `concatenate` (the other packings pad every row)."""
     anchor: Literal["auto", "row_start", "every_document", "none"] = "auto"
     """Where anchor (BOS) tokens stand: one that the row shares, one before each document, none; `auto` asks the
     attention strategy."""

@@ -4,6 +4,7 @@
 
     concatenate  A a a a | A a a b | A b        cut at row ends; tail=drop leaves the third row out, pad fills it
     best_fit     A a a a | A a a - | A b b -    a is longer than a row: pieces of 3 first; b fits, so is never cut
+    one_per_row  A a a a | A a a - | A b b -    as best_fit cuts, but no second document joins a row with room left
 
 Nothing is copied: a plan says which piece of which document stands where, and rows are made when asked for. So a
 sweep over context lengths plans again in seconds over one token store.
@@ -126,7 +127,7 @@ def plan_rows(
     *,
     context_length: int,
     anchor: Anchor,
-    packing: Literal["concatenate", "best_fit"],
+    packing: Literal["concatenate", "best_fit", "one_per_row"],
     long_documents: Literal["split", "truncate", "drop"],
     tail: Literal["drop", "pad"],
 ) -> PackPlan:
@@ -135,8 +136,12 @@ def plan_rows(
     A long document is one that does not fit a row of its own beside its anchor. `concatenate` splits at row ends
     (short documents too). `best_fit` splits long documents into pieces that fill a row beside an anchor,
     context_length - 1 tokens for `row_start` and `every_document` alike, so that both have the same cuts and
-    targets; then takes pieces by falling length, each into the fullest row that still has room. Its rows all end in
-    padding where they are not full, so `tail` concerns `concatenate` alone.
+    targets; then takes pieces by falling length, each into the fullest row that still has room. `one_per_row` cuts the
+    same pieces and gives each a row of its own. Rows of both end in padding where they are not full, so `tail` concerns
+    `concatenate` alone.
+
+        length 20, context_length 8, row_start, split          payloads 7 7 6
+        length 10, context_length 4, none, tail=pad            split: 4 4 2; truncate: 4, and 6 reported lost
 
         lengths 3 2, context_length 4, concatenate, tail=pad        (A anchor, - padding)
             row_start        A a a a | A b b -
@@ -181,7 +186,11 @@ def plan_rows(
             whole = pieces.row < filled // room
             pieces = _Pieces(*(column[whole] for column in pieces))
     else:
-        pieces = _best_fit(kept, room, longest, copies)
+        pieces = _whole_where_they_fit(kept, longest, copies)
+        if packing == "best_fit":
+            row = best_fit_decreasing(pieces.length + pieces.anchor, room)
+            order = np.argsort(row, kind="stable")  # in a row the order of the documents, or long ones would always lead
+            pieces = _Pieces(*(column[order] for column in pieces._replace(row=row)))
 
     pieces = pieces._replace(document=documents[pieces.document])
     rows = int(pieces.row[-1]) + 1
@@ -212,15 +221,13 @@ def _cut_at_row_ends(lengths: np.ndarray, room: int, copies: bool) -> _Pieces:
     return _Pieces(document, start, end - begin - anchor, anchor, row)
 
 
-def _best_fit(lengths: np.ndarray, room: int, longest: int, copies: bool) -> _Pieces:
-    """Long documents in pieces of `longest` tokens; each piece in the fullest row that has room for it."""
+def _whole_where_they_fit(lengths: np.ndarray, longest: int, copies: bool) -> _Pieces:
+    """Long documents in pieces of `longest` tokens; each piece in a row of its own."""
     document, number = number_pieces(-(-lengths // longest))
     start = number * longest
     length = np.minimum(lengths[document] - start, longest)
     anchor = (number == 0) & copies
-    row = best_fit_decreasing(length + anchor, room)
-    order = np.argsort(row, kind="stable")  # in a row the order of the documents, or long ones would always lead
-    return _Pieces(*(column[order] for column in (document, start, length, anchor, row)))
+    return _Pieces(document, start, length, anchor, np.arange(document.size))
 
 
 def _report(

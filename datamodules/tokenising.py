@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -202,14 +203,19 @@ class _Watch:
         self.token_bytes = token_type(tokenizer).itemsize
         self.done, self.size = done, sum(part.size for part in parts)
         self.before = set(done)
+        self.looked = 0.0
 
     def part_is_done(self, number: int) -> None:
         self.done.add(number)
         self.look()
 
     def look(self) -> None:
-        if self.report is None:
+        """Reports, but not so often that asking the disk about every part would be the work."""
+        now = time.monotonic()
+        whole = len(self.done) == len(self.parts)
+        if self.report is None or (now - self.looked < _LOOK_SECONDS and not whole):
             return
+        self.looked = now
         files = (self.scratch / f"{number}.tokens" for number in range(len(self.parts)) if number not in self.before)
         written = sum(file.stat().st_size for file in files if file.exists())
         size_done = sum(self.parts[number].size for number in self.done)

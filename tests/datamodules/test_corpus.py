@@ -44,8 +44,8 @@ def config(tmp_path):
 
 @pytest.fixture
 def small_parts(monkeypatch):
-    """Every line a part of its own, and processes from the first byte on."""
-    monkeypatch.setattr(json_lines, "PART_BYTES", 1)
+    """Parts of a line or two, and processes from the first byte on."""
+    monkeypatch.setattr(json_lines, "PART_BYTES", 40)
     monkeypatch.setattr(tokenising, "_LITTLE", 0)
 
 
@@ -192,7 +192,7 @@ from datamodules.config import DataConfig
 from datamodules.corpus import Corpus
 from datamodules.sources import json_lines
 from datamodules.tokenizers import load_tokenizer
-json_lines.PART_BYTES = 1
+json_lines.PART_BYTES = 40
 byte = load_tokenizer("byte")
 def encode_batch(texts):
     if len(texts[0]) == 1000:
@@ -214,7 +214,7 @@ def test_a_build_that_is_killed_or_interrupted_is_no_store_and_goes_on_from_its_
     assert found(home, config) is None
     tokenised = []
     watching = stand_in(encode_batch=lambda texts: tokenised.extend(texts) or BYTE.encode_batch(texts))
-    corpus = Corpus.open_or_build(home, config, watching)
+    corpus = Corpus.open_or_build(home, replace(config, processes=1), watching)
     assert tokenised == ["3" * 1000]
     assert BYTE.decode(corpus.tokens[0]) == "".join(text + "<eos>" for text in TEXTS if text)
     (store,) = corpus.stores.values()

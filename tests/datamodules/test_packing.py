@@ -51,6 +51,10 @@ def drawing(plan):
         (([2, 3, 1, 4], 5, "row_start", "best_fit"), "Adddd Abbbc Aaa--"),
         (([1, 1], 2, "every_document"), "Aa Ab"),
         (([3], 2, "every_document"), "Aa aa"),
+        (([5, 2, 1], 4, "row_start", "one_per_row"), "Aaaa Aaa- Abb- Ac--"),
+        (([5, 2, 1], 4, "every_document", "one_per_row"), "Aaaa aa-- Abb- Ac--"),
+        (([5, 2, 1], 4, "none", "one_per_row", "truncate"), "aaaa bb-- c---"),
+        (([5, 2, 1], 4, "none", "one_per_row", "drop"), "bb-- c---"),
     ],
 )
 def test_drawn_rows(arguments, expected):
@@ -64,6 +68,29 @@ def test_pieces_name_documents_and_their_tokens():
     assert packed.piece_row.tolist() == [0, 1, 1, 2]
     assert packed.piece_offset.tolist() == [0, 0, 2, 0]
     assert packed.piece_width.tolist() == [4, 2, 2, 1]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "one_per_row"])
+def test_a_document_of_20_in_rows_of_8_that_each_begin_with_an_anchor(packing):
+    assert plan([20], 8, "row_start", packing).piece_length.tolist() == [7, 7, 6]
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "one_per_row"])
+@pytest.mark.parametrize(
+    ("long_documents", "payloads", "truncated", "dropped"), [("split", [4, 4, 2], 0, 0), ("truncate", [4], 6, 0)]
+)
+def test_a_document_of_10_in_rows_of_4(packing, long_documents, payloads, truncated, dropped):
+    packed = plan([10], 4, "none", packing, long_documents)
+    assert packed.piece_length.tolist() == payloads
+    assert (packed.report.tokens_truncated, packed.report.tokens_dropped) == (truncated, dropped)
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit", "one_per_row"])
+def test_a_document_of_10_that_is_dropped_is_reported(packing):
+    """Beside one of 4, since a corpus without a row is refused."""
+    packed = plan([10, 4], 4, "none", packing, "drop")
+    assert drawing(packed) == "bbbb"
+    assert (packed.report.documents_dropped, packed.report.tokens_dropped) == (1, 10)
 
 
 def test_the_report_of_a_drawn_plan():
@@ -94,7 +121,7 @@ def test_the_report_of_a_drawn_plan():
     LENGTHS,
     st.integers(2, 25),
     ANCHORS,
-    st.sampled_from(["concatenate", "best_fit"]),
+    st.sampled_from(["concatenate", "best_fit", "one_per_row"]),
     st.sampled_from(["split", "truncate", "drop"]),
     st.sampled_from(["drop", "pad"]),
 )
@@ -126,7 +153,7 @@ def test_every_token_is_in_one_row_or_in_the_report(lengths, context_length, anc
     out = {pair for pair in everything if pair[0] in too_long} if long_documents == "drop" else set()
     assert seen <= everything - cut - out
     lost = everything - cut - seen
-    if packing == "best_fit" or tail == "pad":
+    if packing != "concatenate" or tail == "pad":
         assert lost == out
     else:
         assert len(lost - out) < context_length
