@@ -39,7 +39,9 @@ class Layout(NamedTuple):
     """int64, places of the row before its padding."""
 
 
-def place_tokens(layout: Layout, stores: list[np.ndarray], *, context_length: int, anchor_id: int, pad_id: int) -> np.ndarray:
+def place_tokens(
+    layout: Layout, stores: list[np.ndarray], *, context_length: int, anchor_id: int, pad_id: int
+) -> np.ndarray:
     """int64 [B, T] token ids, copied from the flat `stores`."""
     tokens_BT = np.full((len(layout.filled_B), context_length), pad_id, np.int64)
     tokens_BT[layout.shared_B, 0] = anchor_id

@@ -1,5 +1,6 @@
 """What the data settings are: which text, how it becomes tokens, how documents become rows."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,14 @@ class DataConfig(SourceConfig):
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Several sources by their names, each with `corpus` and the other settings of a source. Empty: the one that
     `corpus` names."""
+    mix: dict[str, float] = field(default_factory=dict)
+    """Weights of sources by name, in training tokens; those not named are left out. Empty: every document once."""
+    mix_tokens: int | None = None
+    """Training tokens of the mix; null is as many as its sources hold. Sources repeat or are thinned to fit."""
+    upsample_longer_than: int | None = None
+    """Repeat documents of more tokens than this within each source, in place of shorter ones; null for no."""
+    keep_shorter: float = 0.1
+    """Share of the shorter documents' tokens that stays when long ones are repeated."""
     tokenizer: str = "auto"
     """`byte`, or the path of a saved Hugging Face `tokenizer.json` or of the folder that holds one. `auto`: that of
     `model.checkpoint`, an error if it has none; without a checkpoint `byte`."""
@@ -56,6 +65,7 @@ class DataConfig(SourceConfig):
         for name, kind in get_type_hints(type(self)).items():  # OmegaConf checks these too, plain Python does not
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 broken.append(f"data.{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}.")
+        broken += self._broken_mix()
         if not self.tokenizer:
             broken.append("data.tokenizer is empty. Set byte or the path of a tokenizer.json.")
         if self.context_length < 2:
@@ -75,6 +85,24 @@ class DataConfig(SourceConfig):
             broken.append(f"data.processes={self.processes} is no number of processes. Set 0 or more.")
         if broken:
             raise ValueError("\n".join(broken))
+
+    def _broken_mix(self) -> list[str]:
+        broken = [
+            f"data.mix.{name}={weight!r} is no weight. Set 0 or more."
+            for name, weight in self.mix.items()
+            if not 0 <= weight < math.inf
+        ]
+        if self.mix and not broken and not any(self.mix.values()):
+            broken.append(f"data.mix={self.mix!r} weighs every source 0. Set a weight above 0 for one of them.")
+        if self.mix_tokens is not None and not self.mix:
+            broken.append(f"data.mix_tokens={self.mix_tokens} says nothing without data.mix. Set weights, or null.")
+        if self.mix_tokens is not None and self.mix_tokens < 1:
+            broken.append(f"data.mix_tokens={self.mix_tokens} leaves nothing. Set 1 or more, or null.")
+        if self.upsample_longer_than is not None and self.upsample_longer_than < 1:
+            broken.append(f"data.upsample_longer_than={self.upsample_longer_than} is no length. Set 1 or more tokens.")
+        if not 0 <= self.keep_shorter <= 1:
+            broken.append(f"data.keep_shorter={self.keep_shorter} is no share. Set a number from 0 to 1.")
+        return broken
 
     def _broken_sources(self) -> list[str]:
         if not self.sources:

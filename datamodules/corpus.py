@@ -85,7 +85,9 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Identity of documents and tokenizer."""
-        return corpus_digest({name: store.header.source_key for name, store in self.stores.items()}, self.tokenizer_digest)
+        return corpus_digest(
+            {name: store.header.source_key for name, store in self.stores.items()}, self.tokenizer_digest
+        )
 
     @property
     def tokenizer_digest(self) -> str:
@@ -224,9 +226,7 @@ def _wanted(home: Path, config: DataConfig, tokenizer: Tokenizer, digests: FileD
     return wanted
 
 
-def _tokenise(
-    wanted: _Wanted, tokenizer: Tokenizer, processes: int, report: Callable[[str, Progress], object]
-) -> None:
+def _tokenise(wanted: _Wanted, tokenizer: Tokenizer, processes: int, report: Callable[[str, Progress], object]) -> None:
     last = Progress(tokens=0, size_done=0, size=0)
 
     def note(progress: Progress) -> None:
@@ -236,9 +236,7 @@ def _tokenise(
 
     wanted.partial.mkdir(exist_ok=True)
     try:
-        tokenise(
-            wanted.source, wanted.key, wanted.partial, tokenizer, processes=processes or _cores(), report=note
-        )
+        tokenise(wanted.source, wanted.key, wanted.partial, tokenizer, processes=processes or _cores(), report=note)
     except OSError as error:
         if error.errno not in FULL:
             raise

@@ -49,7 +49,7 @@ class PackedTextDataModule(pl.LightningDataModule):
         assert corpus.tokenizer_digest == tokenizer.digest, "a store of another tokenizer"
         self.config = config
         self.rows_per_batch, self.total_rows, self.seed = rows_per_batch, total_rows, seed
-        self.training, self.validation = plan_parts(corpus.lengths, config)
+        self.training, self.validation = plan_parts(corpus.table, config)
         shared: dict[str, Any] = {"positions": config.positions, "anchor_copies_at_zero": anchor_copies_at_zero}
         self.training_rows = PackedRows(self.training, corpus, tokenizer, labels=config.labels, **shared)
         self.validation_rows = PackedRows(self.validation, corpus, tokenizer, labels="within_document", **shared)

@@ -189,7 +189,9 @@ def plan_rows(
         pieces = _whole_where_they_fit(kept, longest, copies)
         if packing == "best_fit":
             row = best_fit_decreasing(pieces.length + pieces.anchor, room)
-            order = np.argsort(row, kind="stable")  # in a row the order of the documents, or long ones would always lead
+            order = np.argsort(
+                row, kind="stable"
+            )  # in a row the order of the documents, or long ones would always lead
             pieces = _Pieces(*(column[order] for column in pieces._replace(row=row)))
 
     pieces = pieces._replace(document=documents[pieces.document])

@@ -1,11 +1,15 @@
 """Which documents train and which validate, and how each part is packed. From lengths alone, without torch."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from datamodules.config import DataConfig
+from datamodules.document_table import DocumentTable
+from datamodules.mixes import mix_documents
 from datamodules.packing import PackPlan, plan_rows
 
 
@@ -13,8 +17,11 @@ class PackedPart(NamedTuple):
     """The training or the validation documents and their rows."""
 
     documents: np.ndarray
-    """int64, documents of the store in the order they were packed; `plan.piece_document` indexes this."""
+    """int64, documents of the corpus in the order they were packed, repeated ones as often as they come;
+    `plan.piece_document` indexes this."""
     plan: PackPlan
+    mix: Mapping[str, int | float] = MappingProxyType({})
+    """What became of each source, see `Mix.report`; empty without a mix."""
 
 
 def split_documents(
@@ -59,18 +66,20 @@ def split_documents(
     return order[~chosen[order]], order[chosen[order]]
 
 
-def plan_parts(lengths: np.ndarray, config: DataConfig) -> tuple[PackedPart, PackedPart]:
+def plan_parts(table: DocumentTable, config: DataConfig) -> tuple[PackedPart, PackedPart]:
     """(training, validation), packed.
 
     Validation is always `best_fit` with long documents split and nothing dropped, so that every strategy and both
-    placements of anchors score the same targets.
+    placements of anchors score the same targets; a mix is of training documents alone. In the training report
+    a repeated document counts as often as it comes.
 
     Args:
-        lengths: int64, tokens of each document of the store.
+        table: all documents.
         config: `anchor` resolved (not `auto`).
     Raises:
         ValueError: nothing left to train or validate on, or no full row.
     """
+    lengths = table.lengths
     training, validation = split_documents(
         lengths,
         validation_fraction=config.validation_fraction,
@@ -78,7 +87,11 @@ def plan_parts(lengths: np.ndarray, config: DataConfig) -> tuple[PackedPart, Pac
         shuffle_seed=config.shuffle_seed,
     )
     unhurt = replace(config, packing="best_fit", long_documents="split", tail="pad")
-    parts = _pack(training, lengths, config), _pack(validation, lengths, unhurt)
+    mixed = mix_documents(training, table, config)
+    parts = (
+        _pack(mixed.documents, lengths, config)._replace(mix=mixed.report),
+        _pack(validation, lengths, unhurt),
+    )
     if not (parts[1].plan.piece_length > 1).any():
         raise ValueError(
             f"data.context_length={config.context_length} beside an anchor cuts documents into single tokens, which "

@@ -127,7 +127,9 @@ def write_part(part: Part, number: int, scratch: Path, tokenizer: Tokenizer) -> 
             lengths = np.array([ids.size for _, ids in kept], np.int64)
             indices = [names.setdefault(document.source or OWN, len(names)) for document, _ in kept]
             if len(names) > 1 << 16:
-                raise ValueError(f"{batch[-1].where}: more than 65536 sources. Set source_field to a field of few values.")
+                raise ValueError(
+                    f"{batch[-1].where}: more than 65536 sources. Set source_field to a field of few values."
+                )
             if kept:
                 token_file.write(np.concatenate([ids for _, ids in kept]).tobytes())
             end_file.write((tokens + np.cumsum(lengths)).astype("<i8").tobytes())
@@ -300,7 +302,9 @@ def _join(done: list[PartDone], folder: Path, source_key: list[str | int | None]
                 raise ValueError("the corpus has more than 65536 sources. Set source_field to a field of few values.")
             tokens_of, ends_of, sources_of = (scratch.with_suffix(s) for s in (".tokens", ".ends", ".sources"))
             if tokens_of.exists():  # else it was appended before the last kill
-                _append(token_file, tokens * dtype.itemsize, np.memmap(tokens_of, np.uint8, "r") if part.tokens else b"")
+                _append(
+                    token_file, tokens * dtype.itemsize, np.memmap(tokens_of, np.uint8, "r") if part.tokens else b""
+                )
                 _append(end_file, documents * 8, (np.fromfile(ends_of, "<i8") + tokens).tobytes())
                 _append(source_file, documents * 2, index[np.fromfile(sources_of, "<u2")].tobytes())
                 for file in (token_file, end_file, source_file):

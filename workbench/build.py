@@ -297,7 +297,7 @@ def corpus(
 
     def accept(table: DocumentTable) -> None:
         for each in (resolved, *others):
-            plan_parts(table.lengths, each.data)
+            plan_parts(table, each.data)
 
     with user_input():
         return Corpus.open_or_build(
@@ -348,7 +348,7 @@ def rows(resolved: Resolved, documents: Corpus) -> tuple[PackedPart, PackedPart]
         UserError: no full row or no validation document can be made of the corpus.
     """
     with user_input():
-        return plan_parts(documents.lengths, resolved.data)
+        return plan_parts(documents.table, resolved.data)
 
 
 def pair_counts(resolved: Resolved, plan: PackPlan) -> PairCounts:
@@ -365,6 +365,7 @@ def data_report(
     """Where every document and token went, for the run's packing.json and the dataset's profile."""
     return {
         **{f"store/{key}": value for key, value in documents.report().items()},
+        **{f"mix/{key}": value for key, value in training.mix.items()},
         **{f"training/{key}": value for key, value in training.plan.report.as_dict().items()},
         "training/visible_pair_share": pair_counts(resolved, training.plan).share,
         **{f"validation/{key}": value for key, value in validation.plan.report.as_dict().items()},

@@ -33,7 +33,9 @@ class SourceConfig:
         """What is wrong, each line beginning with the setting's name inside its section."""
         broken = []
         if not self.corpus:
-            broken.append("corpus is empty. Set python_stdlib, or the path of a .jsonl or .parquet file or of a folder.")
+            broken.append(
+                "corpus is empty. Set python_stdlib, or the path of a .jsonl or .parquet file or of a folder."
+            )
         if not self.text_field:
             broken.append("text_field is empty. Set the field that holds the text.")
         if self.source_field == "":

@@ -106,7 +106,9 @@ def arrow_batches(file: Path, fields: Fields) -> Iterator["pyarrow.RecordBatch"]
         with pyarrow.memory_map(str(file)) as stream:
             yield from pyarrow.ipc.open_stream(stream)
     except (OSError, pyarrow.ArrowException) as error:
-        raise fields.error(f"{file} cannot be read ({one_line(error)}). It is damaged or cut short: save it again.") from error
+        raise fields.error(
+            f"{file} cannot be read ({one_line(error)}). It is damaged or cut short: save it again."
+        ) from error
 
 
 def documents_of_batch(
@@ -116,7 +118,9 @@ def documents_of_batch(
     columns: dict[str, Any] = {}
     for name in batch.schema.names:
         column = batch.column(name)
-        columns[name] = _id_arrays(column) if name == IDS and fields.text not in batch.schema.names else column.to_pylist()
+        columns[name] = (
+            _id_arrays(column) if name == IDS and fields.text not in batch.schema.names else column.to_pylist()
+        )
     for i in range(batch.num_rows):
         record = {name: values[i] for name, values in columns.items()}
         yield from documents_of(record, f"{file}, row {first_row + i + 1}", fields, skipped)

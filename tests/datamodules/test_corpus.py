@@ -209,7 +209,9 @@ def test_a_build_that_is_killed_or_interrupted_is_no_store_and_goes_on_from_its_
     tmp_path, config, small_parts, kind
 ):
     home = tmp_path / "home"
-    ended = subprocess.run([sys.executable, "-c", DYING, str(home), config.corpus, kind], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING, str(home), config.corpus, kind], capture_output=True, text=True
+    )
     assert ended.returncode == -getattr(signal, kind), ended.stderr
     assert found(home, config) is None
     tokenised = []

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datamodules.config import DataConfig
+from datamodules.document_table import DocumentTable
 from datamodules.splits import plan_parts, split_documents
 
 
@@ -52,10 +53,14 @@ def test_an_empty_part_is_refused(lengths, message):
         split(lengths)
 
 
+def plan(lengths, config):
+    return plan_parts(DocumentTable(lengths, np.zeros_like(lengths), ("own",)), config)
+
+
 def test_nothing_but_the_store_and_its_settings_decides_who_validates():
     lengths = np.random.default_rng(0).integers(2, 500, 300)
     chosen = {
-        tuple(plan_parts(lengths, DataConfig(context_length=length, anchor=anchor, packing=packing))[1].documents)
+        tuple(plan(lengths, DataConfig(context_length=length, anchor=anchor, packing=packing))[1].documents)
         for length in (64, 256)
         for anchor in ("row_start", "every_document", "none")
         for packing in ("concatenate", "best_fit")
@@ -66,6 +71,6 @@ def test_nothing_but_the_store_and_its_settings_decides_who_validates():
 def test_validation_loses_nothing_whatever_training_drops():
     lengths = np.random.default_rng(0).integers(2, 500, 300)
     config = DataConfig(context_length=64, anchor="row_start", long_documents="drop", tail="drop")
-    training, validation = plan_parts(lengths, config)
+    training, validation = plan(lengths, config)
     assert training.plan.report.documents_dropped > 0
     assert validation.plan.report.tokens_out == lengths[validation.documents].sum()

@@ -46,7 +46,13 @@ def test_an_unreadable_file(tmp_path):
 
 
 def test_a_folder_of_text_files(tmp_path):
-    for name, text in {"web/2.md": "two", "web/deep/3": "three", "books/1.txt": "\ufeffone", "0.txt": "zero", "e.txt": ""}.items():
+    for name, text in {
+        "web/2.md": "two",
+        "web/deep/3": "three",
+        "books/1.txt": "\ufeffone",
+        "0.txt": "zero",
+        "e.txt": "",
+    }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / ".git").mkdir()

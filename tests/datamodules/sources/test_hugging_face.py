@@ -21,7 +21,9 @@ def read(corpus, **settings):
 @pytest.fixture
 def dataset():
     texts = [f"document {i}" for i in range(2500)]
-    return datasets.Dataset.from_dict({"text": texts, "set": ["ab"[i % 2] for i in range(2500)], "more": [[i] for i in range(2500)]})
+    return datasets.Dataset.from_dict(
+        {"text": texts, "set": ["ab"[i % 2] for i in range(2500)], "more": [[i] for i in range(2500)]}
+    )
 
 
 def test_saved_on_disk(tmp_path, dataset):
@@ -36,7 +38,9 @@ def test_saved_on_disk(tmp_path, dataset):
 
 
 def test_saved_splits(tmp_path, dataset):
-    datasets.DatasetDict({"train": dataset.select(range(3)), "test": dataset.select([9])}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": dataset.select(range(3)), "test": dataset.select([9])}).save_to_disk(
+        tmp_path / "both"
+    )
     assert [document.content for document in read(tmp_path / "both", split="test")] == ["document 9"]
     assert len(read(tmp_path / "both")) == 3
     with pytest.raises(ValueError, match=r"data\.split='validation': .*both has train, test\. Set one of them"):
@@ -81,7 +85,9 @@ def test_a_downloaded_dataset_of_the_hub(hub, dataset):
     assert find_source(SourceConfig(corpus=hub)).key(FileDigests())[:5] == ["hub", "org/name", None, "train", COMMIT]
     assert len(read(hub, max_documents=5)) == 5
     assert len(read(hub, revision=COMMIT)) == 2500
-    with pytest.raises(ValueError, match=rf"org/name at commit f{{40}} is not at hand; the library's cache holds {COMMIT}"):
+    with pytest.raises(
+        ValueError, match=rf"org/name at commit f{{40}} is not at hand; the library's cache holds {COMMIT}"
+    ):
         read(hub, revision="f" * 40)
     with pytest.raises(ValueError, match=r"data\.corpus: hub:org/name cannot be loaded: .*Available configs"):
         read(hub, subset="german")

@@ -61,7 +61,8 @@ def test_a_bad_line_is_named(tmp_path, monkeypatch, line, message):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstd), (".zst", lambda content: zstd(content[:99]) + zstd(content[99:]))]
+    ("suffix", "pack"),
+    [(".gz", gzip.compress), (".zst", zstd), (".zst", lambda content: zstd(content[:99]) + zstd(content[99:]))],
 )
 def test_compressed_files(tmp_path, suffix, pack):
     content = b"".join(b'{"text": "document %d"}\n' % i for i in range(50))
@@ -69,7 +70,9 @@ def test_compressed_files(tmp_path, suffix, pack):
     assert [document.content for document in read(corpus)] == [f"document {i}" for i in range(50)]
     whole = pack(content)
     for broken in (whole[: len(whole) // 2], b"no " + whole, content):
-        with pytest.raises(ValueError, match=r"data\.corpus: .*corpus\.jsonl.*cannot be read to its end.*fetch it again"):
+        with pytest.raises(
+            ValueError, match=r"data\.corpus: .*corpus\.jsonl.*cannot be read to its end.*fetch it again"
+        ):
             read(write(tmp_path, broken, f"corpus.jsonl{suffix}"))
     bad = write(tmp_path, pack(content + b"{\n"), f"corpus.jsonl{suffix}")
     with pytest.raises(ValueError, match=r"corpus\.jsonl\S+:51: no JSON"):
@@ -99,7 +102,10 @@ def test_a_folder_of_files_is_read_in_the_order_of_names(tmp_path):
 
 
 def test_sources_of_documents(tmp_path):
-    corpus = write(tmp_path, b'{"text": "x", "meta": {"set": "books"}, "meta.set": "flat"}\n{"text": "y", "meta": {"set": "web"}}\n')
+    corpus = write(
+        tmp_path,
+        b'{"text": "x", "meta": {"set": "books"}, "meta.set": "flat"}\n{"text": "y", "meta": {"set": "web"}}\n',
+    )
     assert [document.source for document in read(corpus, source_field="meta.set")] == ["flat", "web"]
     assert [document.source for document in read(corpus)] == [None, None]
     for field, message in [
@@ -124,7 +130,11 @@ def ids_of(documents):
 def test_ready_made_ids(tmp_path):
     lines = [
         {"input_ids": [5, 6, 7]},
-        {"input_ids": [1, 2, 3, 4, 5], "labels": 9, "source": [{"source": "C4", "start": 0, "end": 2}, {"source": "Book", "end": 5}]},
+        {
+            "input_ids": [1, 2, 3, 4, 5],
+            "labels": 9,
+            "source": [{"source": "C4", "start": 0, "end": 2}, {"source": "Book", "end": 5}],
+        },
         {"input_ids": [1, 2], "source": [{"end": 1}, {"end": 1}, {"end": 2}]},
         {"input_ids": []},
         {"input_ids": [8], "source": "a name"},
@@ -142,7 +152,10 @@ def test_ready_made_ids(tmp_path):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"input_ids": [1, 2], "source": [{"end": 2}, {"end": 1}]}, "document 2 of 'source' ends at 1, before its start at 2"),
+        (
+            {"input_ids": [1, 2], "source": [{"end": 2}, {"end": 1}]},
+            "document 2 of 'source' ends at 1, before its start at 2",
+        ),
         ({"input_ids": [1, 2], "source": [{"end": 3}]}, "document 1 of 'source' ends at 3, but there are 2 ids"),
         ({"input_ids": [1, 2], "source": [{"end": -1}]}, "ends at -1, before its start at 0"),
         ({"input_ids": [1, 2], "source": [{"end": 1}]}, "end at 1, but there are 2 ids: the last 1 belong to none"),

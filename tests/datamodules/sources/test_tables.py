@@ -85,7 +85,10 @@ def test_damaged_and_foreign_files(tmp_path):
 def test_parquet_and_json_lines_give_the_same_documents(tmp_path):
     random = np.random.default_rng(1)
     records = [
-        {"input_ids": random.integers(0, 99, 20).tolist(), "source": [{"end": int(cut), "name": "a"}, {"end": 20, "name": "b"}]}
+        {
+            "input_ids": random.integers(0, 99, 20).tolist(),
+            "source": [{"end": int(cut), "name": "a"}, {"end": 20, "name": "b"}],
+        }
         for cut in random.integers(0, 21, 40)
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
