@@ -112,6 +112,7 @@ class DataConfig(SourceConfig):
         ]
         beside = [each.name for each in fields(SourceConfig) if getattr(self, each.name) != each.default]
         return broken + [
-            f"data.{name}={getattr(self, name)!r} says nothing beside data.sources. Move it into data.sources.NAME.{name}."
+            f"data.{name}={getattr(self, name)!r} says nothing beside data.sources. Move it into "
+            f"data.sources.NAME.{name}."
             for name in beside
         ]

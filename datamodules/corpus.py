@@ -249,7 +249,8 @@ def _full(wanted: _Wanted, error: OSError, last: Progress) -> str:
     share = last.size_done / last.size if last.size_done and last.size else 0
     needed = f"about {_gigabytes(written / share)} in all" if share else f"more than {_gigabytes(written)}"
     return (
-        f"{wanted.directory.parent}: no room for the tokens of {wanted.source.name!r} ({os.strerror(error.errno or 0)}). "
+        f"{wanted.directory.parent}: no room for the tokens of {wanted.source.name!r} "
+        f"({os.strerror(error.errno or 0)}). "
         f"They need {needed}, {_gigabytes(written)} of which fitted and are removed again. Free that much, or set "
         "WORKBENCH_HOME to a folder on a larger disk."
     )

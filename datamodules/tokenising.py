@@ -244,7 +244,8 @@ def _in_processes(
             watch.look()
     except BrokenProcessPool as error:
         raise ChildProcessError(
-            "a process that tokenises was killed, perhaps for want of memory. Run the same command again, which goes on "
+            "a process that tokenises was killed, perhaps for want of memory. Run the same command again, which goes "
+            "on "
             f"from there, with fewer than data.processes={processes}."
         ) from error
     finally:

@@ -291,17 +291,19 @@ def _show(asked: argparse.Namespace) -> int:
 def _prepare(asked: argparse.Namespace) -> int:
     from workbench import build
     from workbench.config import parse_assignments
+    from workbench.data_view import print_lengths, print_report, tokenising_progress
     from workbench.fit import read_config
     from workbench.home import writable_home
 
     resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))
-    corpus = build.corpus(resolved, writable_home())
+    with tokenising_progress() as progress:
+        corpus = build.corpus(resolved, writable_home(), report=progress)
     report = build.data_report(resolved, corpus, *build.rows(resolved, corpus))
     if asked.json:
         _print_json(report)
         return 0
-    for key, value in report.items():
-        print(f"{key:40} {value:>16,.4f}" if isinstance(value, float) else f"{key:40} {value:>16,}")
+    print_lengths(corpus.lengths)
+    print_report(report)
     return 0
 
 

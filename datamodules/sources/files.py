@@ -39,7 +39,8 @@ class TextFiles:
                 raise unreadable(file, error, self.fields) from error
             except UnicodeDecodeError as error:
                 raise self.fields.error(
-                    f"{file}, byte {error.start}: no UTF-8 ({error.reason}). Save the file as UTF-8, or move what is no "
+                    f"{file}, byte {error.start}: no UTF-8 ({error.reason}). Save the file as UTF-8, or move what is "
+                    "no "
                     "text out of the folder."
                 ) from error
             if text:
@@ -137,7 +138,8 @@ def find_files(name: str, path: Path, fields: Fields) -> FileSource:
         kind = _kind(path.name)
         if kind is TextFolder:
             raise fields.error(
-                f"{path} is no corpus: a file must be {', '.join(json_lines.SUFFIXES[:4])} or {PARQUET}. One text file is "
+                f"{path} is no corpus: a file must be {', '.join(json_lines.SUFFIXES[:4])} or {PARQUET}. One text file "
+                "is "
                 "one document: name the folder of all."
             )
         if not path.is_file():
@@ -151,7 +153,8 @@ def find_files(name: str, path: Path, fields: Fields) -> FileSource:
         kinds.setdefault(_kind(file), file)
     if len(kinds) > 1:
         raise fields.error(
-            f"the folder {path} holds files of several kinds, such as {' and '.join(kinds.values())}. Put each kind into "
+            f"the folder {path} holds files of several kinds, such as {' and '.join(kinds.values())}. Put each kind "
+            "into "
             "a folder of its own, and name each in data.sources."
         )
     (kind,) = kinds
@@ -206,6 +209,7 @@ def _folder(name: str, fields: Fields) -> str | None:
 def _check_folder_field(fields: Fields) -> None:
     if fields.source not in (None, FOLDER):
         raise ValueError(
-            f"{fields.section}.source_field={fields.source!r}: files of text have no fields. Set {FOLDER} for the folder "
+            f"{fields.section}.source_field={fields.source!r}: files of text have no fields. Set {FOLDER} for the "
+            "folder "
             "that a file stands in, or null."
         )

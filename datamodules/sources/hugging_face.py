@@ -53,7 +53,8 @@ class SavedDataset(Source):
         if isinstance(saved, datasets.DatasetDict):
             if self.split not in saved:
                 raise ValueError(
-                    f"{self.fields.section}.split={self.split!r}: {self.folder} has {', '.join(saved)}. Set one of them."
+                    f"{self.fields.section}.split={self.split!r}: {self.folder} has {', '.join(saved)}. "
+                    "Set one of them."
                 )
             saved = saved[self.split]
         return [Path(entry["filename"]) for entry in saved.cache_files]

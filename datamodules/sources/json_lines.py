@@ -35,11 +35,9 @@ class JsonLines:
             if self.begin:  # the line that reaches into this range belongs to the one before
                 stream.seek(self.begin - 1)
                 offset += len(stream.readline()) - 1
-            lines = 0
-            for line in _lines(stream, self.file, self.fields):
+            for lines, line in enumerate(_lines(stream, self.file, self.fields), 1):
                 if offset >= self.end:
                     return
-                lines += 1
                 if line.strip():
                     # Lines before the range are counted only where a message needs their number.
                     where = f"{self.file}, byte {offset}" if self.begin else f"{self.file}:{lines}"
@@ -84,7 +82,8 @@ def _lines(stream: BinaryIO, file: Path, fields: Fields) -> Iterator[bytes]:
         yield from stream
     except OSError as error:  # what pyarrow says of data that end too early or are not compressed
         raise fields.error(
-            f"{file} cannot be read to its end ({one_line(error)}). It is cut short, or not what its name says: fetch it again."
+            f"{file} cannot be read to its end ({one_line(error)}). It is cut short, or not what its name "
+            "says: fetch it again."
         ) from error
 
 

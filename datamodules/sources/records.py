@@ -151,7 +151,8 @@ def _borders(entries: Any, tokens: int, where: str, fields: Fields) -> Sequence[
             raise fields.error(f"{where}: document {number} of {BORDERS!r} ends at {end!r}, no whole number.")
         if end < before:
             raise fields.error(
-                f"{where}: document {number} of {BORDERS!r} ends at {end}, before its start at {before}. Ends must rise."
+                f"{where}: document {number} of {BORDERS!r} ends at {end}, before its start at {before}. "
+                "Ends must rise."
             )
         if start is not None and start != before:
             raise fields.error(

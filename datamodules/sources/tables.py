@@ -168,5 +168,6 @@ def _parquet(file: Path, fields: Fields) -> Any:
         raise unreadable(file, error, fields) from error
     except (OSError, pyarrow.ArrowException) as error:
         raise fields.error(
-            f"{file} is no parquet file ({one_line(error)}). It is cut short, or not what its name says: fetch it again."
+            f"{file} is no parquet file ({one_line(error)}). It is cut short, or not what its name "
+            "says: fetch it again."
         ) from error
