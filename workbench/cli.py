@@ -74,8 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument("--ignore-code", action="store_true", help="keep cells that other code finished")
     _add_json(sweep)
 
-    show = _command(commands, "show", _show, "every setting with its value and what it may be")
+    show = _command(commands, "show", _show, "every setting with its value and what it may be; or rows of its data")
     show.add_argument("config", type=Path, help="YAML of one experiment")
+    show.add_argument("--rows", type=int, metavar="N", help="instead: the first N training rows as the model gets them")
     _add_settings(show)
     _add_json(show)
 
@@ -273,7 +274,36 @@ def _sweep(asked: argparse.Namespace) -> int:
     return 1 if result.failed else 0
 
 
+def _show_rows(asked: argparse.Namespace) -> int:
+    from workbench import build
+    from workbench.config import parse_assignments
+    from workbench.data_view import print_report, tokenising_progress
+    from workbench.errors import UserError
+    from workbench.fit import read_config
+    from workbench.home import writable_home
+    from workbench.row_view import print_rows, view_rows
+
+    if asked.rows < 1:
+        raise UserError(f"--rows {asked.rows} shows nothing. Ask for 1 or more.")
+    resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))
+    with tokenising_progress() as progress:
+        corpus = build.corpus(resolved, writable_home(), report=progress)
+    data = build.data(resolved, corpus)
+    views = view_rows(data, corpus, resolved.tokenizer, count=asked.rows)
+    report = build.data_report(resolved, corpus, data.training, data.validation)
+    if asked.json:
+        _print_json({"rows": [view.to_json() for view in views], "report": report})
+        return 0
+    print_rows(views, resolved.tokenizer, rows=data.training.plan.rows)
+    if asked.rows > len(views):
+        print(f"These are all rows: there are {len(views)}.")
+    print_report(report)
+    return 0
+
+
 def _show(asked: argparse.Namespace) -> int:
+    if asked.rows is not None:
+        return _show_rows(asked)
     from workbench.config import describe_kind, flatten, parse_assignments, schema, to_dict
     from workbench.fit import read_config
 
