@@ -64,12 +64,14 @@ class RowLoader:
         order 5 2 4 0 1 3, R = 1, W = 2        rank 0: [5] [4] [1]    rank 1: [2] [0] [3]
 
     It holds torch's DataLoader instead of being one, since Lightning puts a sampler of its own into DataLoaders when
-    there are several ranks. Lightning saves and restores `state_dict` with its checkpoints. That counts rows given
-    to the training loop, not rows that workers made ahead, and counts them over all ranks, so rank 0's state serves
-    all.
+    there are several ranks. Where it stands is kept with the DataModule's state and not offered to Lightning as the
+    loader's own, which is forgotten where the loader is made before the loops are restored, as for a scheduler that
+    asks how many steps there will be.
 
+    Args:
+        rows_given: goes on after so many rows of the order, counted over all ranks.
     Raises:
-        ValueError: (`load_state_dict`) the state comes from other rows, or from between two of this loader's batches.
+        ValueError: `rows_given` stands between two of this loader's batches.
     """
 
     def __init__(
@@ -81,13 +83,20 @@ class RowLoader:
         rank: int = 0,
         world_size: int = 1,
         workers: int = 0,
+        rows_given: int = 0,
     ) -> None:
         assert len(order) % world_size == 0, "ranks would get different numbers of rows"
         self.rows, self.order = rows, order
         self.rows_per_step, self.rank, self.world_size = rows_per_batch * world_size, rank, world_size
         self.workers = workers
-        self._rows_given = 0
-        self._resuming = False
+        if rows_given % self.rows_per_step and rows_given != len(order):
+            raise ValueError(
+                f"The checkpoint stands after {rows_given} rows, which is no whole number of batches of "
+                f"{self.rows_per_step} rows (trainer.rows_per_batch x devices). Resume with the batch size of the run."
+            )
+        self.rows_given = rows_given
+        """Rows given to the training loop, over all ranks; not what workers have made ahead."""
+        self._resuming = rows_given > 0
 
     def __len__(self) -> int:
         """Batches from the very start to the end, also after a resume."""
@@ -96,8 +105,8 @@ class RowLoader:
     def __iter__(self) -> Iterator[PackedBatch]:
         # Lightning calls iter() once or twice before it asks for a batch: only a batch given ends the resuming.
         if not self._resuming:
-            self._rows_given = 0
-        return self._batches(self._rows_given)
+            self.rows_given = 0
+        return self._batches(self.rows_given)
 
     def _batches(self, start: int) -> Iterator[PackedBatch]:
         loader = DataLoader(
@@ -105,33 +114,15 @@ class RowLoader:
             sampler=_Batches(self, start),
             batch_size=None,  # the sampler's items are whole batches of row numbers
             collate_fn=_unchanged,
-            num_workers=self.workers,
+            num_workers=self.workers,  # not kept for a next pass, since a training is one pass
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # its own, so that starting workers leaves the model's random numbers alone
         )
         for batch in loader:
             self._resuming = False
             start = min(start + self.rows_per_step, len(self.order))
-            self._rows_given = start
+            self.rows_given = start
             yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows_given": self._rows_given, "rows_in_plan": len(self.rows)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["rows_in_plan"] != len(self.rows):
-            raise ValueError(
-                f"The checkpoint was trained on a plan of {state['rows_in_plan']} rows, these data settings make "
-                f"{len(self.rows)}. Resume with the data settings and the corpus of the run that wrote it."
-            )
-        given = state["rows_given"]
-        if given % self.rows_per_step and given != len(self.order):
-            raise ValueError(
-                f"The checkpoint stands after {given} rows, which is no whole number of batches of "
-                f"{self.rows_per_step} rows (trainer.rows_per_batch x devices). Resume with the batch size of the run."
-            )
-        self._rows_given = given
-        self._resuming = True
 
 
 class _Batches(Sampler[np.ndarray]):

@@ -4,6 +4,7 @@ Everything about tokens is read off the batch itself; the plan only says which d
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def _view(data: PackedTextDataModule, corpus: Corpus, tokenizer: Tokenizer, row:
     cuts = [0, *(np.flatnonzero(np.diff(document_T)) + 1).tolist(), len(document_T)]
     planned = iter(data.training.plan.pieces(row))
     pieces = []
-    for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+    for begin, end in pairwise(cuts):
         number = int(document_T[begin])
         values: dict[str, Any] = {"anchor": number == SHARED_ANCHOR}
         if number > SHARED_ANCHOR:

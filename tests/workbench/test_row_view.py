@@ -44,7 +44,9 @@ def test_a_row_of_two_documents_under_a_shared_anchor(experiment, capsys):
 
 
 def test_what_a_person_sees(experiment, capsys):
-    arguments = experiment("ab[bold]c\n", "0123456789" * 4, "zz", validation_tokens=2, packing="best_fit", context_length=32)
+    arguments = experiment(
+        "ab[bold]c\n", "0123456789" * 4, "zz", validation_tokens=2, packing="best_fit", context_length=32
+    )
     assert main(["show", *arguments, "--rows", "9"]) == 0
     shown = capsys.readouterr().out
     assert "'<bos>' (anchor)" in shown and "anchor of the row" in shown
