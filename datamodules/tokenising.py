@@ -100,7 +100,7 @@ def tokenise(
     header = _join([done[number] for number in range(len(parts))], folder, source_key, tokenizer)
     if not header.documents:
         raise ValueError(
-            f"the corpus {source.name!r} holds no text ({header.empty_documents} empty documents). "
+            f"{source.setting} holds no text ({header.empty_documents} empty documents). "
             "Set a corpus with at least two documents that have some."
         )
     write_header(folder, header)
@@ -245,8 +245,7 @@ def _in_processes(
     except BrokenProcessPool as error:
         raise ChildProcessError(
             "a process that tokenises was killed, perhaps for want of memory. Run the same command again, which goes "
-            "on "
-            f"from there, with fewer than data.processes={processes}."
+            f"on from there, with fewer than data.processes={processes}."
         ) from error
     finally:
         stop.set()

@@ -112,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     subjects = bench.add_subparsers(required=True, metavar="SUBJECT")
     _add_bench_attention(subjects)
     _add_bench_step(subjects)
+    _add_bench_data(subjects)
 
     ui = _command(commands, "ui", _ui, "open MLflow's page on all runs")
     ui.add_argument("--port", type=int, default=5000, help="port on 127.0.0.1 (default: 5000)")
@@ -186,6 +187,14 @@ def _add_bench_step(subjects: Any) -> None:
     bench.add_argument("--strategies", nargs="+", metavar="NAME", help="(default: the four without a window)")
     bench.add_argument("--peer", action="append", metavar="NAME", help="transformers, litgpt: the same step there")
     bench.add_argument("--precisions", nargs="+", metavar="NAME", help="32-true (default), bf16-true, bf16-mixed")
+    _add_bench_output(bench)
+
+
+def _add_bench_data(subjects: Any) -> None:
+    bench = _command(subjects, "data", _bench_data, "from documents to rows: tokenising, planning, assembling, feeding")
+    bench.add_argument("--documents", type=int, default=1_000_000, help="that are planned (default: 1000000)")
+    bench.add_argument("--tokens", type=int, default=20_000_000, help="that rows are made of (default: 20000000)")
+    bench.add_argument("--rounds", type=int, default=5, help="rounds, of which medians are taken (default: 5)")
     _add_bench_output(bench)
 
 
@@ -434,6 +443,19 @@ def _bench_step(asked: argparse.Namespace) -> int:
 
         log_bench("step", rows, {"tokens": asked.tokens, "rounds": asked.rounds, **chosen})
     _print_json({"rows": rows}) if asked.json else print_steps(rows)
+    return 0
+
+
+def _bench_data(asked: argparse.Namespace) -> int:
+    from workbench.bench.data import bench_data, print_data
+
+    settings = {"documents": asked.documents, "tokens": asked.tokens, "rounds": asked.rounds}
+    figures = bench_data(**settings)
+    if asked.log:
+        from workbench.bench.log import log_bench
+
+        log_bench("data", [figures], settings)
+    _print_json(figures) if asked.json else print_data(figures)
     return 0
 
 

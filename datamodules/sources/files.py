@@ -40,8 +40,7 @@ class TextFiles:
             except UnicodeDecodeError as error:
                 raise self.fields.error(
                     f"{file}, byte {error.start}: no UTF-8 ({error.reason}). Save the file as UTF-8, or move what is "
-                    "no "
-                    "text out of the folder."
+                    "no text out of the folder."
                 ) from error
             if text:
                 yield Document(text, _folder(name, self.fields), name)
@@ -134,16 +133,15 @@ def find_files(name: str, path: Path, fields: Fields) -> FileSource:
     Raises:
         ValueError: nothing there, no documents, files of several kinds, or a kind nobody reads.
     """
+    if not path.exists():
+        raise fields.error(f"cannot read {path} (no such file or folder). Check the path, or set python_stdlib.")
     if not path.is_dir():
         kind = _kind(path.name)
         if kind is TextFolder:
             raise fields.error(
-                f"{path} is no corpus: a file must be {', '.join(json_lines.SUFFIXES[:4])} or {PARQUET}. One text file "
-                "is "
-                "one document: name the folder of all."
+                f"{path} is no corpus: a file must be {', '.join(json_lines.SUFFIXES[:4])} or {PARQUET}. One text "
+                "file is one document: name the folder of all."
             )
-        if not path.is_file():
-            raise fields.error(f"cannot read {path} (no such file or folder). Check the path.")
         return kind(name, path.parent, [path.name], fields)
     names = _walk(path, fields)
     if not names:
@@ -154,8 +152,7 @@ def find_files(name: str, path: Path, fields: Fields) -> FileSource:
     if len(kinds) > 1:
         raise fields.error(
             f"the folder {path} holds files of several kinds, such as {' and '.join(kinds.values())}. Put each kind "
-            "into "
-            "a folder of its own, and name each in data.sources."
+            "into a folder of its own, and name each in data.sources."
         )
     (kind,) = kinds
     if kind is TextFolder:
@@ -210,6 +207,5 @@ def _check_folder_field(fields: Fields) -> None:
     if fields.source not in (None, FOLDER):
         raise ValueError(
             f"{fields.section}.source_field={fields.source!r}: files of text have no fields. Set {FOLDER} for the "
-            "folder "
-            "that a file stands in, or null."
+            "folder that a file stands in, or null."
         )

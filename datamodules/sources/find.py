@@ -33,7 +33,9 @@ def find_source(config: SourceConfig, section: str = "data", name: str | None = 
     else:
         path = Path(config.corpus).expanduser()
         source = SavedDataset(name, path, config, fields) if is_saved(path) else find_files(name, path, fields)
-    return source if config.max_documents is None else _Limited(source, config.max_documents)
+    source = source if config.max_documents is None else _Limited(source, config.max_documents)
+    source.setting = f"{section}.corpus={config.corpus!r}"
+    return source
 
 
 def find_sources(config: SourceConfig, sources: Mapping[str, SourceConfig]) -> list[Source]:

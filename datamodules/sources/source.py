@@ -56,6 +56,8 @@ class Source(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         """Source of the documents that do not name one themselves."""
+        self.setting = name
+        """For messages: the setting that names it, with its value."""
 
     @abstractmethod
     def key(self, digests: FileDigests) -> list[str | int | None]:

@@ -154,3 +154,21 @@ def test_rows_can_be_logged(tmp_path, monkeypatch, capsys):
     assert run.info.status == "FINISHED"
     assert run.data.metrics["anchor/sdpa/seconds"] == pytest.approx(rows[0]["seconds"])
     assert run.data.params["heads"] == "8"
+
+
+@pytest.mark.slow
+def test_data_figures(capsys):
+    assert main(["bench", "data", "--documents", "1000", "--tokens", "200000", "--rounds", "1", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures.pop("documents") == 1000
+    assert set(figures) == {
+        "plan_seconds", "plan_seconds_concatenate", "plan_seconds_best_fit", "row_tokens_per_second", "tokenize_ratio",
+        "step_ratio",
+    }  # fmt: skip
+    assert all(0 < value < float("inf") for value in figures.values())
+    assert figures["plan_seconds"] == max(figures["plan_seconds_concatenate"], figures["plan_seconds_best_fit"])
+
+
+def test_a_bench_of_too_little_data_is_refused(capsys):
+    assert main(["bench", "data", "--tokens", "5"]) == 2
+    assert "--tokens 5 must be at least 200000" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_a_grid_is_recorded_whole_and_never_run_twice(home, grid, capsys):
         assert float(tag(child, "overhead_seconds")) > 0
         names = {artifact.path for artifact in client.list_artifacts(child.info.run_id)}
         assert names >= {"config.yaml", "environment.json", "packing.json"}
-        assert child.inputs.dataset_inputs[0].dataset.name == "corpus.jsonl"
+        assert child.inputs.dataset_inputs[0].dataset.name == "corpus"
     names = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
     assert names >= {"report.md", "report.csv", "report.png", "report.json", "sweep.yaml"}
 

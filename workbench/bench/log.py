@@ -18,7 +18,7 @@ def log_bench(subject: str, rows: list[dict[str, Any]], settings: Mapping[str, A
     tracker.client.log_dict(run_id, {"rows": rows}, "rows.json")
     tracker.client.log_dict(run_id, environment.describe(str(settings.get("device", "cpu"))), "environment.json")
     for row in rows:
-        if row["seconds"] is not None:
+        if row.get("seconds") is not None:
             name = "/".join(str(row[key]) for key in ("subject", "strategy", "kernel", "precision") if row.get(key))
             tracker.client.log_metric(run_id, f"{name}/seconds", row["seconds"], step=row["tokens"])
     tracker.close(run_id, status="FINISHED", outcome="completed")

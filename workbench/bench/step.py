@@ -7,7 +7,7 @@ documents of log-normal lengths, the same for every subject.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -156,9 +156,7 @@ def _model(strategy: str, tokens: int) -> Llama:
 def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
     import torch
 
-    from modules.attention.borders import Borders
     from modules.float32_products import Float32Products
-    from modules.loss import cross_entropy_sum
     from modules.optim import OptimizerConfig, build_optimizer
 
     model = _model(subject.strategy, batch.tokens_BT.shape[1])
@@ -166,11 +164,8 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
         model = model.to(torch.bfloat16)
 
     def loss() -> Tensor:
-        # Borders are made anew, as they are for every batch.
         with torch.autocast("cpu", torch.bfloat16, enabled=subject.precision == "bf16-mixed"):
-            hidden_BTE = model(batch.tokens_BT, batch.position_BT, Borders.of(batch.document_BT))
-            loss_sum, targets = cross_entropy_sum(hidden_BTE, model.head_weight_VE, batch.labels_BT)
-        return loss_sum / targets
+            return _loss(model, batch)
 
     masters = subject.precision == "bf16-true"
     step = _step(model, loss, build_optimizer(model, OptimizerConfig(learning_rate=LEARNING_RATE)) if masters else None)
@@ -180,6 +175,22 @@ def _ours(subject: Subject, batch: PackedBatch) -> Callable[[], float]:
             return step()
 
     return with_products
+
+
+def _loss(model: Llama, batch: PackedBatch) -> Tensor:
+    from modules.attention.borders import Borders
+    from modules.loss import cross_entropy_sum
+
+    # Borders are made anew, as they are for every batch.
+    hidden_BTE = model(batch.tokens_BT, batch.position_BT, Borders.of(batch.document_BT))
+    loss_sum, targets = cross_entropy_sum(hidden_BTE, model.head_weight_VE, batch.labels_BT)
+    return loss_sum / targets
+
+
+def anchor_steps(batches: Iterator[PackedBatch], *, tokens: int) -> Callable[[], float]:
+    """What takes one step of our anchor model in float32 on the next batch, which it waits for."""
+    model = _model("anchor", tokens)
+    return _step(model, lambda: _loss(model, next(batches)))
 
 
 def _step(model: nn.Module, loss: Callable[[], Tensor], optimizer: Optimizer | None = None) -> Callable[[], float]:

@@ -20,7 +20,7 @@ def read(corpus, **settings):
     ("corpus", "message"),
     [
         ("missing.jsonl", r"cannot read .*missing\.jsonl \(no such file or folder\)"),
-        ("missing/folder", r"missing/folder is no corpus: a file must be \.jsonl"),
+        ("missing/folder", r"cannot read missing/folder \(no such file or folder\).*python_stdlib"),
         ("notes.txt", r"notes\.txt is no corpus: a file must be \.jsonl, \.jsonl\.gz, .*name the folder of all"),
         ("empty", r"the folder .*empty holds no files"),
         ("mixed", r"mixed holds files of several kinds, such as a\.jsonl and b\.txt.*data\.sources"),
