@@ -89,7 +89,7 @@ def test_ranks_come_from_the_trainer(data_of):
     loaders = []
     for rank in range(2):
         data = data_of()
-        data.trainer = SimpleNamespace(global_rank=rank, world_size=2)
+        data.trainer = SimpleNamespace(global_rank=rank, world_size=2, ckpt_path=None)
         loaders.append((data.train_dataloader(), data.val_dataloader()))
     assert [len(loader) for loader in loaders[0]] == [len(loader) for loader in loaders[1]]
     one = next(iter(data_of(rows_per_batch=8).train_dataloader())).tokens_BT
