@@ -4,8 +4,13 @@ import numpy as np
 import torch
 
 
-def random_documents(tokens: int, rows: int, *, anchor: bool, padding: bool, seed: int) -> list[list[int]]:
-    """Rows of random documents, many of them one token long, each row cut differently."""
+def random_documents(
+    tokens: int, rows: int, *, anchor: bool, padding: bool, seed: int, interleaved: bool = False
+) -> list[list[int]]:
+    """Rows of random documents, many of them one token long, each row cut differently.
+
+    Interleaved ones stand in pieces, some of them in dozens.
+    """
     rng = np.random.default_rng(seed)
     batch = []
     for row in range(rows):
@@ -17,6 +22,11 @@ def random_documents(tokens: int, rows: int, *, anchor: bool, padding: bool, see
             length = 1 if rng.random() < 0.3 else int(rng.integers(1, max(2, tokens // 3)))
             numbers += [document] * min(length, end - len(numbers))
             document += 1
+        if interleaved:
+            first = int(anchor)
+            cuts = np.flatnonzero(rng.random(end - first - 1) < 0.3) + 1 if end > first + 1 else []
+            pieces = np.split(np.array(numbers[first:]), cuts)
+            numbers[first:] = [int(number) for i in rng.permutation(len(pieces)) for number in pieces[i]]
         batch.append(numbers + [-1] * (tokens - len(numbers)))
     return batch
 

@@ -39,17 +39,15 @@ def block_mask(borders: Borders, strategy: Strategy) -> BlockMask:
 
     It is a few matrices of Q x Q and some vectors of T: 131072 tokens take 40 MB while it is made, and 17 MB after.
     """
-    return borders.derived(("flex", strategy.visibility), lambda: _make(borders.document_BT, strategy))
+    return borders.derived(("flex", strategy.visibility), lambda: _make(borders, strategy))
 
 
 def classify_blocks(strategy: Strategy, document_BT: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """Tell the blocks apart.
+    """Tell the blocks apart where every document stands in one piece, or the strategy looks over the whole row.
 
     Args:
         strategy: what a query may see.
-        document_BT: as `Borders` holds it: padding only at the end of a row, every document in one piece. Documents in
-            several pieces would break the intervals below: they need a rule over the lowest and highest document
-            number of each block, which lists some blocks in vain.
+        document_BT: as `Borders` holds it: padding only at the end of a row.
         block: tokens on a side, at least 2.
     Returns:
         (partial_BQK, full_BQK), bool. Neither holds where no pair is visible. Padding counts as seeing itself, so
@@ -95,20 +93,63 @@ def classify_blocks(strategy: Strategy, document_BT: Tensor, block: int = BLOCK)
     return partial_BQK, full_BQK
 
 
-def _make(document_BT: Tensor, strategy: Strategy) -> BlockMask:
+def classify_blocks_by_document(
+    strategy: Strategy, document_BT: Tensor, documents: int, block: int = BLOCK
+) -> tuple[Tensor, Tensor]:
+    """Tell the blocks apart where documents stand in several pieces: which documents have tokens in both blocks.
+
+    A window or sinks leave out no block here, and make every visible one partial.
+
+    Args:
+        strategy: what a query may see; of scope `document`.
+        document_BT: as `Borders` holds it.
+        documents: the highest document number.
+        block: tokens on a side, at least 2.
+    Returns:
+        As `classify_blocks`.
+    """
+    document_BN = F.pad(document_BT, (0, -document_BT.shape[1] % block), value=PADDING)
+    document_BQn = document_BN.unflatten(1, (-1, block))
+    blocks, device = document_BQn.shape[1], document_BT.device
+    # Column 0 takes anchors and padding, which are no documents. Counts up to 2 ** 24 are exact in float32.
+    holds_BQC = torch.zeros(*document_BQn.shape[:2], documents + 1, device=device)
+    holds_BQC.scatter_(2, document_BQn.clamp(min=0).long(), 1.0)
+    holds_BQC[..., 0] = 0
+    seen_BQK = holds_BQC @ holds_BQC.mT > 0
+
+    block_K = torch.arange(blocks, device=device)
+    earlier_QK = block_K < block_K[:, None]
+    first_BQ1, first_BK = document_BQn[..., :1], document_BQn[..., 0]
+    alone_BQ1 = (document_BQn == first_BQ1).all(-1, keepdim=True) & (first_BQ1 > SHARED_ANCHOR)
+    full_BQK = alone_BQ1 & alone_BQ1.mT & (first_BQ1 == first_BK[:, None]) & earlier_QK
+    if strategy.window is not None:
+        full_BQK = torch.zeros_like(full_BQK)
+    if strategy.anchor:
+        anchored_B11 = (document_BN[:, :1] == SHARED_ANCHOR)[..., None]
+        has_queries_BQ1 = first_BQ1 != PADDING
+        seen_BQK = seen_BQK | (anchored_B11 & (block_K == 0) & has_queries_BQ1)
+    partial_BQK = (seen_BQK & earlier_QK & ~full_BQK) | (block_K == block_K[:, None])
+    return partial_BQK, full_BQK
+
+
+def _make(borders: Borders, strategy: Strategy) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
     # Made in evaluation, perhaps used in training: tensors of `inference_mode` could not be. One integer dtype, so that
     # batches of all kinds share compiled code.
     with torch.inference_mode(False), torch.no_grad():
-        document_BT = document_BT.to(torch.int32, copy=True)
+        document_BT = borders.document_BT.to(torch.int32, copy=True)
         visible = visible_rule(strategy, document_BT)
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             # What a softmax over no keys gives is the kernel's business, so padding sees itself.
             return visible(b, h, q, k) | (q == k)
 
-        partial_BQK, full_BQK = classify_blocks(strategy, document_BT)
+        if borders.order(strategy) is None:
+            partial_BQK, full_BQK = classify_blocks(strategy, document_BT)
+        else:
+            documents = max(run.document for run in borders.runs)
+            partial_BQK, full_BQK = classify_blocks_by_document(strategy, document_BT, documents)
         tokens = document_BT.shape[1]
         return BlockMask.from_kv_blocks(
             *_listed(partial_BQK),

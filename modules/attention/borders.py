@@ -24,7 +24,10 @@ Made = TypeVar("Made")
 
 
 class Segment(NamedTuple):
-    """Tokens `start .. stop - 1` of one row that attend causally among themselves, or padding, which does not."""
+    """Places `start .. stop - 1` of one row that attend causally among themselves, or padding, which does not.
+
+    A place is the token's index in its row, unless `Borders.order` says which token stands there.
+    """
 
     row: int
     start: int
@@ -35,7 +38,7 @@ class Segment(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of one row with one document number."""
+    """The places of one row's document, or of its shared anchor or padding; see `Borders.gathered`."""
 
     row: int
     start: int
@@ -51,12 +54,22 @@ class Borders:
     document_BT  0 1 1 1 2 2 -1 -1     one row, B * T = 8
     runs         0 | 1 1 1 | 2 2 | -1 -1
     cu_seqlens   0   1       4     6      8
+
+    A document may stand in several pieces, as interleaved chunks do. Then the borders are those of its gathered tokens,
+    which attend causally in the order of the row:
+
+    document_BT  0 1 1 2 2 1 -1 -1
+    gathered     0 1 2 5 3 4  6  7     the token at each place
+    runs         0 | 1 1 1 | 2 2 | -1 -1
     """
 
     document_BT: Tensor
     """Integer, on the batch's device: 0 the shared anchor, 1, 2, ... documents, -1 padding."""
     runs: tuple[Run, ...]
-    """Every token of the batch once and in order; a run is never empty and never crosses rows."""
+    """Every place of the batch once and in order; a run is never empty and never crosses rows."""
+    gathered: NDArray[np.int64] | None
+    """int64 [B * T]: the token at each place, where documents in several pieces are gathered. None: every document
+    stands in one piece, and places are tokens."""
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -65,7 +78,7 @@ class Borders:
 
         Raises:
             ValueError: not a [B, T] tensor of integers; a number below -1; the shared anchor (0) other than as one
-                token at the start of a row; padding (-1) before a row's end; a document in several pieces.
+                token at the start of a row; padding (-1) before a row's end.
         """
         if document_BT.ndim != 2 or document_BT.numel() == 0 or document_BT.dtype.is_floating_point:
             raise ValueError(
@@ -75,7 +88,11 @@ class Borders:
         document = document_BT.detach().cpu().numpy()
         runs = tuple(_runs(document))
         _check(runs, tokens=document.shape[1])
-        return cls(document_BT=document_BT, runs=runs)
+        if len({(run.row, run.document) for run in runs}) == len(runs):
+            return cls(document_BT=document_BT, runs=runs, gathered=None)
+        gathered = _gathered(document)
+        runs = tuple(_runs(document.reshape(-1)[gathered].reshape(document.shape)))
+        return cls(document_BT=document_BT, runs=runs, gathered=gathered)
 
     @classmethod
     def of_cu_seqlens(cls, cu_seqlens: Tensor, *, rows: int, tokens: int) -> Borders:
@@ -107,7 +124,7 @@ class Borders:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """int32 [runs + 1]: where each run starts in the batch laid out as B * T tokens, then B * T."""
+        """int32 [runs + 1]: where each run starts in the batch laid out as B * T places, then B * T."""
         tokens = self.document_BT.shape[1]
         starts = [run.row * tokens + run.start for run in self.runs]
         return torch.tensor([*starts, self.document_BT.numel()], dtype=torch.int32, device=self.document_BT.device)
@@ -117,8 +134,15 @@ class Borders:
         """Tokens of the longest run."""
         return max(run.stop - run.start for run in self.runs)
 
+    def order(self, strategy: Strategy) -> NDArray[np.int64] | None:
+        """int64 [B * T]: the token at each place that the strategy's segments count, or None where places are tokens.
+
+        One that looks over the whole row takes it as it stands, whatever its documents do.
+        """
+        return self.gathered if strategy.scope == "document" else None
+
     def segments(self, strategy: Strategy) -> tuple[Segment, ...]:
-        """The strategy as causal segments that cover every token of the batch once and in order.
+        """The strategy as causal segments that cover every place of the batch once and in order.
 
             anchor   A a a | b b | - -     A stands in the first segment and is seen from the second one
             full     A a a b b | - -       - is padding
@@ -182,9 +206,18 @@ def _runs(document: NDArray[np.integer]) -> Iterator[Run]:
             yield Run(row, start, stop, int(numbers[start]))
 
 
+def _gathered(document: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The tokens of each row by document, documents in the order in which they begin."""
+    rows, tokens = document.shape
+    gathered = np.empty((rows, tokens), dtype=np.int64)
+    for row, numbers in enumerate(document):
+        _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
+        gathered[row] = row * tokens + np.argsort(first[inverse], kind="stable")
+    return gathered.reshape(-1)
+
+
 def _check(runs: tuple[Run, ...], *, tokens: int) -> None:
     """Hold the document numbers to what strategies and kernels rely on."""
-    seen: set[tuple[int, int]] = set()
     for run in runs:
         where = f"document_BT: row {run.row}, tokens {run.start} to {run.stop - 1}"
         if run.document < PADDING:
@@ -196,9 +229,3 @@ def _check(runs: tuple[Run, ...], *, tokens: int) -> None:
             )
         if run.document == PADDING and run.stop < tokens:
             raise ValueError(f"{where} are padding ({PADDING}), which may stand only at the end of a row.")
-        if (run.row, run.document) in seen:
-            raise ValueError(
-                f"{where} continue document {run.document}, which began earlier in that row. A document must stand in "
-                "one piece: give its other piece a number of its own."
-            )
-        seen.add((run.row, run.document))

@@ -65,11 +65,12 @@ def _plan(borders: Borders, strategy: Strategy) -> tuple[list[tuple[int, int]], 
     """(n, L) of each call, and what stands in it: once per batch, for all layers."""
     segments = [segment for segment in borders.segments(strategy) if not segment.padding]
     tokens, device = borders.document_BT.shape[1], borders.document_BT.device
+    order = borders.order(strategy)
     row_start = np.array([segment.row * tokens for segment in segments], dtype=np.int64)
     sees_anchor = np.array([segment.sees_anchor for segment in segments], dtype=bool)
     start = row_start + np.array([segment.start for segment in segments], dtype=np.int64)
     stop = row_start + np.array([segment.stop for segment in segments], dtype=np.int64)
-    # Slot j of a block holds the token j after its first, or one before that where the anchor stands in front.
+    # Slot j of a block holds the place j after its first, or one before that where the anchor stands in front.
     first = start - sees_anchor
     filled = filled_length(stop - first, device.type)
 
@@ -81,6 +82,8 @@ def _plan(borders: Borders, strategy: Strategy) -> tuple[list[tuple[int, int]], 
         copy_nL = np.zeros(token_nL.shape, dtype=bool)
         copy_nL[:, 0] = sees_anchor[chosen]
         token_nL[copy_nL] = row_start[chosen & sees_anchor]
+        if order is not None:
+            token_nL = np.where(token_nL == FILLER, FILLER, order[token_nL])
         calls.append((len(token_nL), int(length)))
         slots.append(Slots.of(token_nL.ravel(), copy_nL.ravel(), device=device))
     padding_N = (borders.document_BT == PADDING).flatten().cpu().numpy()

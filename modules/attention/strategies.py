@@ -120,15 +120,19 @@ def visible_rule(strategy: Strategy, document_BT: Tensor) -> VisibleRule:
 
     Args:
         strategy: what a query may see.
-        document_BT: 0 the shared anchor, 1, 2, ... documents, -1 padding.
+        document_BT: 0 the shared anchor, 1, 2, ... documents, -1 padding. A document may stand in several pieces.
     Returns:
         A function of (row, head, query, key) made of plain tensor operations. It is evaluated wherever the kernel
         likes: on broadcast index grids (reference) or under vmap (FlexAttention).
     """
-    # modules.batch imports torch, which the rest of this file does without.
+    # These import torch, which the rest of this file does without.
     from modules.batch import PADDING, SHARED_ANCHOR
+    from modules.documents import offset_in_document
 
-    offset_BT = _offset_in_document(document_BT) if strategy.sink and strategy.scope == "document" else None
+    # Window and sink count the tokens of the scope: what stands between two pieces of a document is not of it.
+    counted_BT = (
+        offset_in_document(document_BT) if strategy.window is not None and strategy.scope == "document" else None
+    )
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         query_document, key_document = document_BT[b, q], document_BT[b, k]
@@ -136,23 +140,16 @@ def visible_rule(strategy: Strategy, document_BT: Tensor) -> VisibleRule:
         if strategy.scope == "document":
             inside = inside & (query_document == key_document)
         if strategy.window is not None:
-            near = q - k < strategy.window
+            query_at, key_at = (q, k) if counted_BT is None else (counted_BT[b, q], counted_BT[b, k])
+            near = query_at - key_at < strategy.window
             if strategy.sink:
-                near = near | ((k if offset_BT is None else offset_BT[b, k]) < strategy.sink)
+                near = near | (key_at < strategy.sink)
             inside = inside & near
         if strategy.anchor:
             inside = inside | ((key_document == SHARED_ANCHOR) & (query_document != PADDING))
         return inside & (k <= q)
 
     return visible
-
-
-def _offset_in_document(document_BT: Tensor) -> Tensor:
-    """Index of each token within its document: 0 0 1 2 0 1 for documents 0 1 1 1 2 2."""
-    index_BT = (document_BT >= -1).cumsum(1) - 1
-    starts_BT = document_BT != document_BT.roll(1, dims=1)
-    starts_BT[:, 0] = True
-    return index_BT - (index_BT * starts_BT).cummax(1).values
 
 
 def visible_pairs(
@@ -168,8 +165,9 @@ def visible_pairs(
 
     Args:
         strategy: what a query may see.
-        document_lengths: int64 [N], tokens of every document piece, its own copy of an anchor included; >= 1.
-        row: int64 [N], the row each piece stands in, in 0 .. rows - 1.
+        document_lengths: int64 [N], tokens that each document has in a row, all its pieces there and its own copy of
+            an anchor included; >= 1.
+        row: int64 [N], that row, in 0 .. rows - 1.
         anchor_tokens: 1 where every row starts with a shared anchor (`data.anchor: row_start`), otherwise 0.
         rows: number of rows; rows without any document are allowed.
     Returns:

@@ -1,7 +1,7 @@
 """The arguments of a variable-length attention call: what `torch.nn.attention.varlen` and flash-attn both take.
 
     tokens        A a a | b b | -        one row: the anchor, documents a and b, padding
-    queries       A a a   b b            every token that is no padding, in order
+    queries       A a a   b b            every token that is no padding, document by document
     keys          A a a A b b            the anchor's key and value in front of each later document
     cu_seqlens_q  0     3   5
     cu_seqlens_k  0     3     6          causal, aligned bottom right: the last query sees the last key
@@ -168,15 +168,19 @@ def _layout(borders: Borders, strategy: Strategy) -> VarlenLayout | None:
 
     cu_seqlens_q, cu_seqlens_k = (np.append(0, each.cumsum()) for each in (queries_each, keys_each))
     padding_N = (borders.document_BT == PADDING).flatten().cpu().numpy()
+    # Padding ends its row whatever the order, so places and tokens are padding alike.
     token_N = np.flatnonzero(~padding_N)
     check_cu_seqlens(cu_seqlens_q, tokens=len(token_N), name="cu_seqlens_q")
     check_cu_seqlens(cu_seqlens_k, tokens=len(token_N) + int(sees_anchor.sum()), name="cu_seqlens_k")
 
-    # Slot j of a segment holds the token j after its first, or one before that where the anchor stands in front.
+    # Slot j of a segment holds the place j after its first, or one before that where the anchor stands in front.
     token_M = np.arange(cu_seqlens_k[-1]) + np.repeat(first_token - sees_anchor - cu_seqlens_k[:-1], keys_each)
     copy_M = np.zeros(len(token_M), dtype=bool)
     copy_M[cu_seqlens_k[:-1][sees_anchor]] = True
     token_M[copy_M] = row_start[sees_anchor]
+    order = borders.order(strategy)
+    if order is not None:
+        token_N, token_M = order[token_N], order[token_M]
 
     def laid_out(token: NDArray[np.int64], copy: NDArray[np.bool_]) -> Layout:
         return Layout.of((Slots.of(token, copy, device=device),), padding_N, device=device)

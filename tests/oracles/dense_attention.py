@@ -11,14 +11,13 @@ from torch import Tensor
 def dense_mask(strategy: str, document: list[int], *, window: int = 0, sink: int = 0) -> np.ndarray:
     """Bool [T, T]: may query (first axis) see key (second axis), for one row's document numbers.
 
-    Window and sink are for the strategies that have them.
+    Window and sink are for the strategies that have them, and count the tokens of the document.
     """
     number = np.asarray(document)
     tokens = len(number)
-    index = np.arange(tokens)
-    first = np.array([document.index(n) for n in document])  # where the token's document begins
-    in_window = index[:, None] - index[None, :] < window
-    is_sink = (index - first < sink)[None, :]
+    before = np.array([document[:i].count(n) for i, n in enumerate(document)])  # tokens of the same document
+    in_window = before[:, None] - before[None, :] < window
+    is_sink = (before < sink)[None, :]
     query, key = number[:, None], number[None, :]
     causal = np.tril(np.ones((tokens, tokens), dtype=bool))
     real = (query >= 0) & (key >= 0)

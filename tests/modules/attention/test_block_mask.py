@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from torch.profiler import ProfilerActivity, profile
 
-from modules.attention.block_mask import BLOCK, block_mask, classify_blocks
+from modules.attention.block_mask import BLOCK, block_mask, classify_blocks, classify_blocks_by_document
 from modules.attention.borders import Borders
 from modules.attention.strategies import STRATEGIES, Strategy
 from tests.oracles.dense_attention import dense_attention
@@ -87,6 +87,34 @@ def test_blocks_are_none_partial_or_full_as_their_pairs_are(case):
     assert strategy.sink >= block - 1 or torch.equal(full, every)
 
 
+@settings(max_examples=500, deadline=None)
+@given(cases(), st.randoms(use_true_random=False))
+def test_blocks_of_interleaved_documents_are_none_partial_or_full(case, random):
+    strategy, documents, block = case
+    strategy = replace(strategy, scope="document")
+    for row in documents:
+        first, end = int(row[0] == 0), row.index(-1) if -1 in row else len(row)
+        inner = row[first:end]
+        random.shuffle(inner)
+        row[first:end] = inner
+    Borders.of(torch.tensor(documents))
+    most = max(max(row) for row in documents)
+    partial, full = classify_blocks_by_document(strategy, torch.tensor(documents), max(most, 0), block)
+    visible = visible_blocks(strategy, documents, block)
+    some, every = visible.any(-1).any(-1), visible.all(-1).all(-1)
+    diagonal = torch.eye(some.shape[-1], dtype=torch.bool)
+
+    assert not (partial & full).any()
+    assert not (some & ~(partial | full)).any()
+    assert not (full & ~every).any()
+    if strategy.window is None:
+        # Blocks on the diagonal may hold padding alone; no other is visited in vain.
+        assert torch.equal((partial | full) & ~diagonal, some & ~diagonal)
+        first_block_is_seen = torch.arange(some.shape[-1]) == 0
+        # Only a block that holds the anchor beside one document is full without being listed so.
+        assert torch.equal(full & ~first_block_is_seen, every & ~first_block_is_seen)
+
+
 def consume(q_BHTD, k_BGTD, v_BGTD, mask):
     """What FlexAttention does with a mask, block by block: full blocks ask no rule, blocks not listed do not exist."""
     rows, heads, tokens, _ = q_BHTD.shape
@@ -116,10 +144,11 @@ def consume(q_BHTD, k_BGTD, v_BGTD, mask):
     return torch.stack(outs)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["whole", "interleaved"])
 @pytest.mark.parametrize("anchor", [False, True], ids=["copies", "shared"])
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("tokens", [137, 1025])
-def test_consumed_as_documented_the_mask_gives_dense_attention(tokens, name, anchor):
+def test_consumed_as_documented_the_mask_gives_dense_attention(tokens, name, anchor, interleaved):
     """Float64, gradients included; padding is left out here, which the kernel zeroes."""
     strategy = STRATEGIES[name]
     if strategy.window is not None:
@@ -129,6 +158,8 @@ def test_consumed_as_documented_the_mask_gives_dense_attention(tokens, name, anc
         (first + [1] * 50 + [2] * (tokens - 60) + [3] * 40)[:tokens],
         (first + [1] * (tokens - 30) + [-1] * 40)[:tokens],
     ]
+    if interleaved:
+        documents[0] = (first + ([1] * 30 + [2] * 20 + [3] * 45) * tokens)[:tokens]
     generator = torch.Generator().manual_seed(tokens)
     inputs = [
         torch.randn(2, heads, tokens, 4, dtype=torch.float64, generator=generator).requires_grad_()

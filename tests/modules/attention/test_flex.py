@@ -41,13 +41,19 @@ def narrowed(name):
     return strategy if strategy.window is None else replace(strategy, window=140, sink=3 if strategy.sink else 0)
 
 
-def batch_of_documents(tokens, *, anchor, seed):
-    """Two rows, the second with padding: a document of one token, short ones, and a longer one that spans blocks."""
+def batch_of_documents(tokens, *, anchor, seed, interleaved=False):
+    """Two rows, the second with padding: a document of one token, short ones, and a longer one that spans blocks.
+
+    Interleaved ones are laid in pieces of up to 40 tokens, in any order.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for row in range(ROWS):
         starts = np.unique([1, 2, *rng.integers(2, tokens, size=4)])
         number = np.searchsorted(starts, np.arange(tokens), side="right") + (0 if anchor else 1)
+        if interleaved:
+            pieces = np.split(number[1:], np.arange(40, tokens - 1, 40))
+            number[1:] = np.concatenate([pieces[i] for i in rng.permutation(len(pieces))])
         if row == ROWS - 1:
             number[tokens - rng.integers(1, tokens // 2) :] = -1
         rows.append(number)
@@ -65,9 +71,9 @@ def oracle(q, k, v, strategy, document_BT):
     return dense_attention(q, k, v, strategy.name, documents, window=strategy.window or 0, sink=strategy.sink)
 
 
-def check_values(strategy, tokens, dtype, *, anchor, seed=0):
+def check_values(strategy, tokens, dtype, *, anchor, seed=0, interleaved=False):
     """At most twice plain attention's error in that dtype; float32 has a floor of 1e-6, for plain may be exact."""
-    document_BT = batch_of_documents(tokens, anchor=anchor, seed=seed)
+    document_BT = batch_of_documents(tokens, anchor=anchor, seed=seed, interleaved=interleaved)
     low = random_qkv(tokens, dtype, seed)
     exact = oracle(*(x.double() for x in low), strategy, document_BT)
     plain = oracle(*low, strategy, document_BT)
@@ -86,10 +92,11 @@ def compilations():
 
 
 @on_cpu
+@pytest.mark.parametrize("interleaved", [False, True], ids=["whole", "interleaved"])
 @pytest.mark.parametrize("anchor", [False, True], ids=["copies", "shared"])
 @pytest.mark.parametrize(("name", "tokens"), [("anchor", 137), ("sink_window", 1025)])
-def test_values(name, tokens, anchor):
-    check_values(narrowed(name), tokens, torch.float32, anchor=anchor)
+def test_values(name, tokens, anchor, interleaved):
+    check_values(narrowed(name), tokens, torch.float32, anchor=anchor, interleaved=interleaved)
 
 
 @on_cpu
@@ -300,12 +307,12 @@ def test_more_strategies_than_torch_recompiles_a_function():
 )
 def test_values_and_gradients_on_cuda(name, dtype, tokens):
     """Against float64: values err at most twice as much as plain attention in that dtype, gradients three times."""
-    for anchor in (False, True):
-        check_gradients(narrowed(name), tokens, dtype, anchor=anchor)
+    for anchor, interleaved in ((False, False), (True, False), (True, True)):
+        check_gradients(narrowed(name), tokens, dtype, anchor=anchor, interleaved=interleaved)
 
 
-def check_gradients(strategy, tokens, dtype, *, anchor):
-    document_BT = batch_of_documents(tokens, anchor=anchor, seed=tokens)
+def check_gradients(strategy, tokens, dtype, *, anchor, interleaved):
+    document_BT = batch_of_documents(tokens, anchor=anchor, seed=tokens, interleaved=interleaved)
     low = random_qkv(tokens, dtype, seed=tokens)
     weight = torch.randn(ROWS, HEADS, tokens, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     borders = Borders.of(document_BT.cuda())

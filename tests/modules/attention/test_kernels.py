@@ -21,13 +21,14 @@ SHAPES = [(tokens, anchor, padding) for tokens in (2, 137) for anchor in (False,
 SHAPES += [(1025, False, False), (1025, True, True)]
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["whole", "interleaved"])
 @pytest.mark.parametrize(("tokens", "anchor", "padding"), SHAPES)
 @pytest.mark.parametrize("kernel", TRAINS_ON_CPU)
 @pytest.mark.parametrize("strategy", SEGMENTED)
-def test_kernel_equals_dense_attention(strategy, kernel, tokens, anchor, padding):
+def test_kernel_equals_dense_attention(strategy, kernel, tokens, anchor, padding, interleaved):
     """Rows with a shared anchor and rows without document 0, as `data.anchor: every_document` makes them."""
     rows, heads, kv_heads = 2, 9, 3
-    documents = random_documents(tokens, rows, anchor=anchor, padding=padding, seed=tokens)
+    documents = random_documents(tokens, rows, anchor=anchor, padding=padding, seed=tokens, interleaved=interleaved)
     inputs = random_qkv(rows, tokens, heads, kv_heads, 8, seed=tokens)
     weight = torch.randn(rows, heads, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -40,10 +41,11 @@ def test_kernel_equals_dense_attention(strategy, kernel, tokens, anchor, padding
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["whole", "interleaved"])
 @pytest.mark.parametrize(("tokens", "anchor", "padding"), SHAPES)
 @pytest.mark.parametrize(("strategy", "window", "sink"), [("sliding_window", 7, 0), ("sink_window", 5, 3)])
-def test_windows_equal_dense_attention(strategy, window, sink, tokens, anchor, padding):
-    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens)
+def test_windows_equal_dense_attention(strategy, window, sink, tokens, anchor, padding, interleaved):
+    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens, interleaved=interleaved)
     inputs = random_qkv(2, tokens, 4, 2, 8, seed=tokens)
     expected = dense_attention(*inputs, strategy, documents, window=window, sink=sink)
     narrow = replace(STRATEGIES[strategy], window=window, sink=sink)
@@ -169,3 +171,34 @@ def test_what_a_document_cannot_see_does_not_move_one_bit_of_it(strategy, kernel
     seen = strategy in ("full", "anchor")
     assert torch.equal(second_document(0)[0], first) != seen
     assert torch.equal(second_document(0)[1], second) != seen
+
+
+@pytest.mark.parametrize("kernel", TRAINS_ON_CPU)
+@pytest.mark.parametrize("strategy", SEGMENTED)
+def test_interleaved_documents_do_not_move_one_bit_of_one_another(strategy, kernel):
+    """Three documents in pieces of 10 to 20 tokens behind the anchor."""
+    document = [0, *[1] * 10, *[2] * 20, *[1] * 15, *[3] * 12, *[2] * 10, *[1] * 10, *[3] * 10]
+    borders = Borders.of(torch.tensor([document]))
+    inputs = [x.detach().float() for x in random_qkv(1, len(document), 4, 2, 16, seed=10)]
+    before = attend(*inputs, borders, STRATEGIES[strategy], kernel=kernel)
+    for token in (1, 31, 70):  # one in each piece of document 1
+        changed = [x.clone() for x in inputs]
+        for x in changed:
+            x[:, :, token] += 1.0
+        after = attend(*changed, borders, STRATEGIES[strategy], kernel=kernel)
+        moved = (after != before).any(-1).any(1)[0].tolist()
+        sees = [i for i, number in enumerate(document) if i >= token and (number == 1 or strategy == "full")]
+        assert [i for i, each in enumerate(moved) if each] == sees
+
+
+@pytest.mark.parametrize("kernel", TRAINS_ON_CPU)
+@pytest.mark.parametrize("strategy", [name for name in SEGMENTED if name != "full"])
+def test_a_document_attends_in_pieces_as_it_does_in_one(strategy, kernel):
+    """The same queries, keys and values, in another order."""
+    whole = [0, *[1] * 9, *[2] * 7, *[3] * 4, -1, -1]
+    order = [0, 10, 11, 1, 2, 3, 17, 4, 12, 13, 14, 18, 5, 6, 7, 8, 15, 16, 9, 19, 20, 21, 22]
+    inputs = random_qkv(1, 23, 3, 1, 8, seed=11)
+    expected = attend(*inputs, Borders.of(torch.tensor([whole])), STRATEGIES[strategy], kernel=kernel)
+    pieces = Borders.of(torch.tensor([[whole[i] for i in order]]))
+    out = attend(*(x[:, :, order] for x in inputs), pieces, STRATEGIES[strategy], kernel=kernel)
+    torch.testing.assert_close(out, expected[:, :, order], rtol=0, atol=1e-12)

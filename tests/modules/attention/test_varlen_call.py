@@ -59,11 +59,12 @@ SHAPES = [(tokens, anchor, padding) for tokens in (2, 137) for anchor in (False,
 SHAPES += [(1025, False, False), (1025, True, True)]
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["whole", "interleaved"])
 @pytest.mark.parametrize(("tokens", "anchor", "padding"), SHAPES)
 @pytest.mark.parametrize("strategy", SERVED)
-def test_the_documented_call_gives_dense_attention(strategy, tokens, anchor, padding):
+def test_the_documented_call_gives_dense_attention(strategy, tokens, anchor, padding, interleaved):
     """Rows with a shared anchor and rows without document 0, as `data.anchor: every_document` makes them."""
-    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens)
+    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens, interleaved=interleaved)
     inputs = random_qkv(2, tokens, 6, 2, 8, seed=tokens)
     expected = dense_attention(*inputs, strategy, documents, window=WINDOW)
     out = run(*inputs, Borders.of(torch.tensor(documents)), strategy_of(strategy), kernel=plain)
@@ -238,16 +239,22 @@ def on_the_card(kernel: str, strategy: Strategy, dtype: torch.dtype, width: int)
 @pytest.mark.gpu
 @on_cuda
 @pytest.mark.parametrize(
-    ("tokens", "width", "anchor", "padding"),
-    [(2, 64, True, False), (137, 40, False, True), (137, 128, True, True), (1025, 64, True, True)],
+    ("tokens", "width", "anchor", "padding", "interleaved"),
+    [
+        (2, 64, True, False, False),
+        (137, 40, False, True, False),
+        (137, 128, True, True, False),
+        (1025, 64, True, True, False),
+        (1025, 64, True, True, True),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strategy", SERVED)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_real_kernel_errs_little(kernel, strategy, dtype, tokens, width, anchor, padding):
+def test_the_real_kernel_errs_little(kernel, strategy, dtype, tokens, width, anchor, padding, interleaved):
     """Against float64: at most twice as much as plain attention in that dtype, three times for gradients."""
     compute = on_the_card(kernel, strategy_of(strategy), dtype, width)
-    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens)
+    documents = random_documents(tokens, 2, anchor=anchor, padding=padding, seed=tokens, interleaved=interleaved)
     rounded = [x.detach().to(dtype) for x in random_qkv(2, tokens, 6, 2, width, seed=tokens)]
     weight = torch.randn(rounded[0].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
