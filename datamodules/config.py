@@ -45,6 +45,11 @@ class DataConfig(SourceConfig):
     """Position of a token: its index in the row, or restarted in each document; `auto` asks the strategy."""
     labels: Literal["within_document", "across"] = "within_document"
     """Whether a document's last token has to predict the next document's first."""
+    domain_tags: bool = False
+    """Whether the name of its source stands as text in front of each training document, seen and never predicted."""
+    interleave: bool = False
+    """Whether a training row's documents of at most 2048 tokens are cut in 2 or 3 pieces, and all pieces shuffled, each
+    document's in their own order. Attention goes by document, not by piece."""
     anchor_token: str | None = None
     """Text of the anchor token; None is the tokenizer's own BOS."""
     end_of_document: str | None = None
@@ -66,6 +71,11 @@ class DataConfig(SourceConfig):
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 broken.append(f"data.{name}={getattr(self, name)!r} is none of {', '.join(get_args(kind))}.")
         broken += self._broken_mix()
+        if self.interleave and self.packing == "one_per_row":
+            broken.append(
+                "data.interleave=true says nothing with data.packing='one_per_row': pieces of one document keep their "
+                "order. Set data.packing to 'concatenate' or 'best_fit', or data.interleave=false."
+            )
         if not self.tokenizer:
             broken.append("data.tokenizer is empty. Set byte or the path of a tokenizer.json.")
         if self.context_length < 2:

@@ -4,6 +4,9 @@
     within_document    - b c - e - -      (- no target)
     across             - b c d e - -
 
+    tokens             A w w a b c -      document  0 1 1 1 1 1 -1      w w a domain tag
+    either             - - a b c - -
+
 Shape letters: B rows, T tokens in a row.
 """
 
@@ -22,7 +25,7 @@ def next_token_labels(
 
     A row's last token, a shared anchor and padding predict nothing, and padding is never predicted. A copy of the
     anchor belongs to its document and predicts that document's first token; `across` has the last token of the
-    document before predict the copy.
+    document before predict the copy. Domain tags are never predicted; a tag's last token predicts its document's first.
     """
     rows, context_length = tokens_BT.shape
     labels_BT = np.empty((rows, context_length), np.int64)
@@ -32,4 +35,14 @@ def next_token_labels(
         labels_BT[row, max(filled - 1, 0) :] = NO_TARGET
     if labels == "within_document":
         labels_BT.reshape(-1)[layout.begin_P + layout.width_P - 1] = NO_TARGET
+    _leave_out_tags(labels_BT.reshape(-1), layout)
     return labels_BT
+
+
+def _leave_out_tags(flat: np.ndarray, layout: Layout) -> None:
+    tagged = np.flatnonzero(layout.tag_P)
+    # The place before predicts a tag's first token. Where that is in the row before, it has no target anyway.
+    stops = (layout.begin_P + layout.copy_P + layout.tag_P - 1)[tagged]
+    starts = np.maximum(stops - layout.tag_P[tagged], 0)
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        flat[start:stop] = NO_TARGET

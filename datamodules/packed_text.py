@@ -52,7 +52,7 @@ class PackedTextDataModule(pl.LightningDataModule):
         self._loader_in_use: RowLoader | None = None
         self._rows_given: int | None = None
         self.rows_per_batch, self.total_rows, self.seed = rows_per_batch, total_rows, seed
-        self.training, self.validation = plan_parts(corpus.table, config)
+        self.training, self.validation = plan_parts(corpus.table, config, tokenizer)
         shared: dict[str, Any] = {"positions": config.positions, "anchor_copies_at_zero": anchor_copies_at_zero}
         self.training_rows = PackedRows(self.training, corpus, tokenizer, labels=config.labels, **shared)
         self.validation_rows = PackedRows(self.validation, corpus, tokenizer, labels="within_document", **shared)

@@ -28,6 +28,8 @@ class PackingReport:
     documents_in = documents_out + documents_dropped
     tokens_in    = tokens_out + tokens_truncated + tokens_dropped
     rows x context_length = tokens_out + anchors + padding
+
+    A domain tag counts as its document's own tokens.
     """
 
     documents_in: int
@@ -60,6 +62,8 @@ class RowPiece(NamedTuple):
     start: int
     stop: int
     anchor: bool
+    number: int
+    """The document's in its row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +84,10 @@ class PackPlan:
     """int64 [pieces], tokens of the document. 0 only where a row ends right after an anchor copy."""
     piece_anchor: np.ndarray
     """bool [pieces]: a copy of the anchor stands in front (where a document begins, anchor=every_document)."""
+    piece_number: np.ndarray
+    """int64 [pieces], the document number in its row, from 1. Pieces share one where chunks are interleaved."""
+    piece_within: np.ndarray
+    """int64 [pieces], places of the same row and number that come before; above 0 for interleaved chunks alone."""
     row_first_piece: np.ndarray
     """int64 [rows + 1]."""
     report: PackingReport
@@ -99,6 +107,17 @@ class PackPlan:
         return self.piece_length + self.piece_anchor
 
     @cached_property
+    def row_documents(self) -> tuple[np.ndarray, np.ndarray]:
+        """(row, width), int64 both: each document of each row, all its pieces there together."""
+        first_piece, last_piece = self.row_first_piece[:-1], self.row_first_piece[1:]
+        numbers = np.maximum.reduceat(self.piece_number, first_piece)
+        assert (last_piece > first_piece).all(), "a row holds at least one piece"
+        before = np.cumsum(numbers) - numbers
+        width = np.zeros(int(numbers.sum()), np.int64)
+        np.add.at(width, before[self.piece_row] + self.piece_number - 1, self.piece_width)
+        return np.repeat(np.arange(self.rows), numbers), width
+
+    @cached_property
     def piece_offset(self) -> np.ndarray:
         """int64 [pieces], the piece's first place in its row, which is its anchor copy's if it has one."""
         ends = np.cumsum(self.piece_width)
@@ -108,7 +127,8 @@ class PackPlan:
     def pieces(self, row: int) -> list[RowPiece]:
         """What stands in one row, for people to look at."""
         span = slice(self.row_first_piece[row], self.row_first_piece[row + 1])
-        columns = (self.piece_document, self.piece_start, self.piece_start + self.piece_length, self.piece_anchor)
+        stop = self.piece_start + self.piece_length
+        columns = (self.piece_document, self.piece_start, stop, self.piece_anchor, self.piece_number)
         return [RowPiece(*values) for values in zip(*(column[span].tolist() for column in columns), strict=True)]
 
 
@@ -196,6 +216,7 @@ def plan_rows(
 
     pieces = pieces._replace(document=documents[pieces.document])
     rows = int(pieces.row[-1]) + 1
+    row_first_piece = np.searchsorted(pieces.row, np.arange(rows + 1))
     return PackPlan(
         context_length=context_length,
         anchor=anchor,
@@ -203,7 +224,9 @@ def plan_rows(
         piece_start=pieces.start,
         piece_length=pieces.length,
         piece_anchor=pieces.anchor,
-        row_first_piece=np.searchsorted(pieces.row, np.arange(rows + 1)),
+        piece_number=np.arange(1, pieces.row.size + 1) - row_first_piece[pieces.row],
+        piece_within=np.zeros(pieces.row.size, np.int64),
+        row_first_piece=row_first_piece,
         report=_report(lengths, kept, pieces, rows, context_length, shared_anchors=rows * (anchor == "row_start")),
     )
 

@@ -24,8 +24,9 @@ def token_positions(
     """Position of every token, int64 [B, T].
 
     Args:
-        positions: `continuous`: the token's index in its row. `reset`: every piece of a document restarts at 0, after
-            a shared anchor at 1 (the anchor itself stays at 0). Padding keeps its index in the row.
+        positions: `continuous`: the token's index in its row. `reset`: every document of a row restarts at 0, after a
+            shared anchor at 1 (the anchor itself stays at 0), and counts on over its interleaved chunks. Padding keeps
+            its index in the row.
         anchor_copies_at_zero: every copy of the anchor stands at 0 whatever else holds, the tokens after it keep
             their positions. Asked for by attention strategies that want all anchors there.
     """
@@ -34,7 +35,7 @@ def token_positions(
     position_BT[:] = index_T
     flat = position_BT.reshape(-1)
     if positions == "reset":
-        firsts = layout.shared_B[layout.begin_P // context_length].tolist()
+        firsts = (layout.shared_B[layout.begin_P // context_length] + layout.within_P).tolist()
         for begin, width, first in zip(layout.begin_P.tolist(), layout.width_P.tolist(), firsts, strict=True):
             flat[begin : begin + width] = index_T[first : first + width]
     if anchor_copies_at_zero:

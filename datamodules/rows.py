@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from datamodules.anchors import Layout, number_documents, place_tokens
+from datamodules.anchors import Layout, mark_anchor_copies, number_documents, place_tokens
 from datamodules.corpus import Corpus
 from datamodules.labels import next_token_labels
 from datamodules.positions import token_positions
@@ -47,8 +47,11 @@ class PackedRows(Dataset[PackedBatch]):
         self.anchor_id, self.pad_id = tokenizer.anchor_id, tokenizer.pad_id
         self.positions, self.labels = positions, labels
         self.anchor_copies_at_zero = anchor_copies_at_zero
+        self.tags = part.tags
         document = part.documents[self.plan.piece_document]
         self._store, self._begin = corpus.store_of[document], corpus.begins[document] + self.plan.piece_start
+        if self.tags is not None:
+            self._begin -= np.minimum(self.tags.length_N[self.plan.piece_document], self.plan.piece_start)
 
     def __len__(self) -> int:
         return self.plan.rows
@@ -59,6 +62,7 @@ class PackedRows(Dataset[PackedBatch]):
         tokens_BT = place_tokens(
             layout,
             self.corpus.tokens,
+            None if self.tags is None else self.tags.tokens,
             context_length=context_length,
             anchor_id=self.anchor_id,
             pad_id=self.pad_id,
@@ -71,22 +75,33 @@ class PackedRows(Dataset[PackedBatch]):
             positions=self.positions,
             anchor_copies_at_zero=self.anchor_copies_at_zero,
         )
-        return PackedBatch(*map(torch.from_numpy, (tokens_BT, labels_BT, document_BT, position_BT)))
+        batch = PackedBatch(*map(torch.from_numpy, (tokens_BT, labels_BT, document_BT, position_BT)))
+        if self.plan.anchor != "every_document":
+            return batch
+        anchor_copy_BT = mark_anchor_copies(layout, context_length=context_length)
+        return batch._replace(anchor_copy_BT=torch.from_numpy(anchor_copy_BT))
 
     def _layout(self, rows: np.ndarray) -> Layout:
         plan = self.plan
         first, real = plan.row_first_piece, rows != NO_ROW
         count = np.where(real, first[rows + 1] - first[rows], 0)
         row = np.repeat(np.arange(rows.size), count)
-        number = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)  # 0, 1, ... in each row
-        piece = first[rows][row] + number
+        piece = first[rows][row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
         width = plan.piece_width[piece]
+        tag = tag_source = np.zeros_like(piece)
+        if self.tags is not None:
+            document, start = plan.piece_document[piece], plan.piece_start[piece]
+            tag = np.clip(self.tags.length_N[document] - start, 0, plan.piece_length[piece])
+            tag_source = self.tags.begin_N[document] + start
         shared = real & (plan.anchor == "row_start")
         return Layout(
             begin_P=row * plan.context_length + plan.piece_offset[piece],
             width_P=width,
             copy_P=plan.piece_anchor[piece],
-            number_P=number + 1,
+            number_P=plan.piece_number[piece],
+            within_P=plan.piece_within[piece],
+            tag_P=tag,
+            tag_source_P=tag_source,
             store_P=self._store[piece],
             source_P=self._begin[piece],
             shared_B=shared,

@@ -9,8 +9,11 @@ import numpy as np
 
 from datamodules.config import DataConfig
 from datamodules.document_table import DocumentTable
+from datamodules.domain_tags import DomainTags
+from datamodules.interleaving import interleave
 from datamodules.mixes import mix_documents
 from datamodules.packing import PackPlan, plan_rows
+from datamodules.tokenizers import Tokenizer
 
 
 class PackedPart(NamedTuple):
@@ -22,6 +25,16 @@ class PackedPart(NamedTuple):
     plan: PackPlan
     mix: Mapping[str, int | float] = MappingProxyType({})
     """What became of each source, see `Mix.report`; empty without a mix."""
+    tags: DomainTags | None = None
+    """In front of `documents`, to which the plan reckons them; None without `domain_tags`."""
+
+    @property
+    def tag_tokens(self) -> int:
+        """Places that domain tags take in all rows."""
+        if self.tags is None:
+            return 0
+        left = self.tags.length_N[self.plan.piece_document] - self.plan.piece_start
+        return int(np.clip(left, 0, self.plan.piece_length).sum())
 
 
 def split_documents(
@@ -66,16 +79,17 @@ def split_documents(
     return order[~chosen[order]], order[chosen[order]]
 
 
-def plan_parts(table: DocumentTable, config: DataConfig) -> tuple[PackedPart, PackedPart]:
+def plan_parts(table: DocumentTable, config: DataConfig, tokenizer: Tokenizer) -> tuple[PackedPart, PackedPart]:
     """(training, validation), packed.
 
     Validation is always `best_fit` with long documents split and nothing dropped, so that every strategy and both
-    placements of anchors score the same targets; a mix is of training documents alone. In the training report
-    a repeated document counts as often as it comes.
+    placements of anchors score the same targets; mixes, domain tags and interleaved chunks are of training documents
+    alone. In the training report a repeated document counts as often as it comes.
 
     Args:
         table: all documents.
         config: `anchor` resolved (not `auto`).
+        tokenizer: makes the domain tags.
     Raises:
         ValueError: nothing left to train or validate on, or no full row.
     """
@@ -88,10 +102,13 @@ def plan_parts(table: DocumentTable, config: DataConfig) -> tuple[PackedPart, Pa
     )
     unhurt = replace(config, packing="best_fit", long_documents="split", tail="pad")
     mixed = mix_documents(training, table, config)
-    parts = (
-        _pack(mixed.documents, lengths, config)._replace(mix=mixed.report),
-        _pack(validation, lengths, unhurt),
-    )
+    tags = None
+    if config.domain_tags:
+        tags = DomainTags.of(table.source[mixed.documents], table.sources, tokenizer)
+    trained = _pack(mixed.documents, lengths, config, tags)._replace(mix=mixed.report)
+    if config.interleave:
+        trained = trained._replace(plan=interleave(trained.plan, seed=config.shuffle_seed))
+    parts = trained, _pack(validation, lengths, unhurt)
     if not (parts[1].plan.piece_length > 1).any():
         raise ValueError(
             f"data.context_length={config.context_length} beside an anchor cuts documents into single tokens, which "
@@ -100,14 +117,14 @@ def plan_parts(table: DocumentTable, config: DataConfig) -> tuple[PackedPart, Pa
     return parts
 
 
-def _pack(documents: np.ndarray, lengths: np.ndarray, config: DataConfig) -> PackedPart:
+def _pack(documents: np.ndarray, lengths: np.ndarray, config: DataConfig, tags: DomainTags | None = None) -> PackedPart:
     assert config.anchor != "auto", "whoever knows the attention strategy resolves data.anchor"
     plan = plan_rows(
-        lengths[documents],
+        lengths[documents] + (0 if tags is None else tags.length_N),
         context_length=config.context_length,
         anchor=config.anchor,
         packing=config.packing,
         long_documents=config.long_documents,
         tail=config.tail,
     )
-    return PackedPart(documents, plan)
+    return PackedPart(documents, plan, tags=tags)

@@ -37,3 +37,6 @@ class PackedBatch(NamedTuple):
     """int32: 0 the shared anchor, 1, 2, ... documents, -1 padding. Borders come from here, never from positions."""
     position_BT: Tensor
     """int64 positions for the rotary embedding."""
+    anchor_copy_BT: Tensor | None = None
+    """bool: the token is its document's own copy of the anchor. None: no row has any. Token ids could not tell: a
+    document may hold the anchor's token itself, also where it goes on in the next row and begins without a copy."""

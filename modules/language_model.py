@@ -44,14 +44,12 @@ class StepRecord:
 class LanguageModel(lightning.LightningModule):
     """Trains a Llama on PackedBatch rows and scores it on validation rows."""
 
-    def __init__(self, model: Llama, *, optimizer: OptimizerConfig, max_steps: int, anchor_id: int | None) -> None:
-        """Args: the model; optimizer settings; length of the schedule in steps; token id of the
-        anchor (BOS) that stands in front of documents, None where it stands elsewhere or nowhere."""
+    def __init__(self, model: Llama, *, optimizer: OptimizerConfig, max_steps: int) -> None:
+        """Args: the model; optimizer settings; length of the schedule in steps."""
         super().__init__()
         self.model = model
         self.optimizer_config = optimizer
         self.max_steps = max_steps
-        self.anchor_id = anchor_id
         self.skipped_steps = 0
         """Optimizer steps that the float16 gradient scaler left out."""
         self.start_step = 0
@@ -155,7 +153,7 @@ class LanguageModel(lightning.LightningModule):
         """
         hidden_BTE = self.model(batch.tokens_BT, batch.position_BT, Borders.of(batch.document_BT))
         loss_BT = token_losses(hidden_BTE, self.model.head_weight_VE, batch.labels_BT)
-        offset_BT = target_offset(batch.tokens_BT, batch.document_BT, self.anchor_id)
+        offset_BT = target_offset(batch.document_BT, batch.anchor_copy_BT)
         has_target = batch.labels_BT != NO_TARGET
         first, later = has_target & (offset_BT == 0), has_target & (offset_BT >= 1)
         self.validation_loss.update(loss_BT[later])

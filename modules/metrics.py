@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from modules.batch import SHARED_ANCHOR
+from modules.documents import offset_in_document
 
 BUCKETS = 40
 """Log2 buckets of LossByPosition: more than any document is long."""
@@ -85,7 +87,7 @@ class LossByPosition(_Sums):
         return {last: mean_K[k] for k, last in enumerate(_last_offsets().tolist()) if count_K[k]}
 
 
-def target_offset(tokens_BT: Tensor, document_BT: Tensor, anchor_id: int | None) -> Tensor:
+def target_offset(document_BT: Tensor, anchor_copy_BT: Tensor | None) -> Tensor:
     """Where in its document the token stands that each position has to predict, counted from 0; int64 [B, T].
 
         tokens     A  a  b  c  A  d  e  f         A the anchor token, two documents with their own copies
@@ -95,19 +97,12 @@ def target_offset(tokens_BT: Tensor, document_BT: Tensor, anchor_id: int | None)
     -1 where the next token is not of the same document, on the shared anchor and on padding.
 
     Args:
-        tokens_BT: int64 token ids.
-        document_BT: document numbers as in `PackedBatch`. A document in several pieces is counted piece by piece.
-        anchor_id: token id of the anchor, or None where documents have no copies.
+        document_BT, anchor_copy_BT: as in `PackedBatch`.
     """
-    index_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-    starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
-    starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
-    start_BT = torch.where(starts_BT, index_T, 0).cummax(dim=1).values
-    offset_BT = index_T - start_BT
-    if anchor_id is not None:
-        offset_BT -= (tokens_BT.gather(1, start_BT) == anchor_id).long()
-    has_target_BT = ~starts_BT & (document_BT > SHARED_ANCHOR)
-    return torch.where(has_target_BT, offset_BT, -1).roll(-1, dims=1).index_fill(1, index_T[-1:], -1)
+    counted_BT = document_BT if anchor_copy_BT is None else document_BT.masked_fill(anchor_copy_BT, SHARED_ANCHOR)
+    offset_BT = offset_in_document(counted_BT)
+    goes_on_BT = (document_BT[:, 1:] == document_BT[:, :-1]) & (document_BT[:, 1:] > SHARED_ANCHOR)
+    return F.pad(torch.where(goes_on_BT, offset_BT[:, 1:], -1), (0, 1), value=-1)
 
 
 def _last_offsets() -> Tensor:

@@ -272,7 +272,6 @@ def module(resolved: Resolved) -> "LanguageModel":
         llama,
         optimizer=resolved.config.optimizer,
         max_steps=resolved.config.trainer.max_steps,
-        anchor_id=resolved.tokenizer.anchor_id if resolved.data.anchor == "every_document" else None,
     )
 
 
@@ -297,7 +296,7 @@ def corpus(
 
     def accept(table: DocumentTable) -> None:
         for each in (resolved, *others):
-            plan_parts(table, each.data)
+            plan_parts(table, each.data, each.tokenizer)
 
     with user_input():
         return Corpus.open_or_build(
@@ -348,14 +347,15 @@ def rows(resolved: Resolved, documents: Corpus) -> tuple[PackedPart, PackedPart]
         UserError: no full row or no validation document can be made of the corpus.
     """
     with user_input():
-        return plan_parts(documents.table, resolved.data)
+        return plan_parts(documents.table, resolved.data, resolved.tokenizer)
 
 
 def pair_counts(resolved: Resolved, plan: PackPlan) -> PairCounts:
     """Counts a plan's pairs from document lengths; reads no token."""
     length = resolved.data.context_length
     anchors = 1 if plan.anchor == "row_start" else 0
-    per_row = visible_pairs(resolved.strategy, plan.piece_width, plan.piece_row, anchors, plan.rows)
+    row, width = plan.row_documents
+    per_row = visible_pairs(resolved.strategy, width, row, anchors, plan.rows)
     return PairCounts(visible=int(per_row.sum()), causal=plan.rows * length * (length + 1) // 2, rows=plan.rows)
 
 
@@ -367,6 +367,7 @@ def data_report(
         **{f"store/{key}": value for key, value in documents.report().items()},
         **{f"mix/{key}": value for key, value in training.mix.items()},
         **{f"training/{key}": value for key, value in training.plan.report.as_dict().items()},
+        "training/tag_tokens": training.tag_tokens,
         "training/visible_pair_share": pair_counts(resolved, training.plan).share,
         **{f"validation/{key}": value for key, value in validation.plan.report.as_dict().items()},
     }

@@ -37,10 +37,12 @@ class PieceView:
     positions: list[int]
     anchor: bool
     """Whether the first token is an anchor."""
+    tag: int = 0
+    """Tokens of a domain tag in front, after the anchor."""
     source: str | None = None
     corpus_document: int | None = None
     start: int = 0
-    """The piece's first token, counted from its document's first."""
+    """The piece's first token behind anchor and tag, counted from its document's first."""
     length: int = 0
     """Tokens of the whole document."""
     text: str = ""
@@ -52,10 +54,13 @@ class PieceView:
             return "anchor of the row"
         if self.number == PADDING:
             return f"padding, {len(self.tokens)} places"
-        stop = self.start + len(self.tokens) - self.anchor
+        stop = self.start + len(self.tokens) - self.anchor - self.tag
         span = f"tokens {self.start} to {stop - 1} of {self.length}" if stop - self.start < self.length else "whole"
+        if stop == self.start:
+            span = f"none of its {self.length} tokens yet"
+        tag = f"{self.tag} of its domain tag, " if self.tag else ""
         ends = "" if stop == self.length else ", goes on elsewhere or is cut"
-        return f"document {self.number}: {self.source} #{self.corpus_document}, {span}{ends}"
+        return f"document {self.number}: {self.source} #{self.corpus_document}, {tag}{span}{ends}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,7 @@ class RowView:
                     "place": piece.place,
                     "tokens": count,
                     "anchor": piece.anchor,
+                    "tag": piece.tag,
                     "source": piece.source,
                     "corpus_document": piece.corpus_document,
                     "start": piece.start,
@@ -104,9 +110,10 @@ def view_rows(data: PackedTextDataModule, corpus: Corpus, tokenizer: Tokenizer, 
 
 def _view(data: PackedTextDataModule, corpus: Corpus, tokenizer: Tokenizer, row: int) -> RowView:
     batch = data.training_rows[[row]]
-    tokens_T, labels_T, document_T, position_T = (each[0].numpy() for each in batch)
+    tokens_T, labels_T, document_T, position_T = (each[0].numpy() for each in batch[:4])
     cuts = [0, *(np.flatnonzero(np.diff(document_T)) + 1).tolist(), len(document_T)]
     planned = iter(data.training.plan.pieces(row))
+    tags = data.training.tags
     pieces = []
     for begin, end in pairwise(cuts):
         number = int(document_T[begin])
@@ -114,11 +121,13 @@ def _view(data: PackedTextDataModule, corpus: Corpus, tokenizer: Tokenizer, row:
         if number > SHARED_ANCHOR:
             piece = next(planned)
             document = int(data.training.documents[piece.document])
+            tag = 0 if tags is None else int(tags.length_N[piece.document])
             values = {
                 "anchor": bool(piece.anchor),
                 "source": corpus.table.sources[corpus.table.source[document]],
                 "corpus_document": document,
-                "start": int(piece.start),
+                "tag": min(max(tag - piece.start, 0), piece.stop - piece.start),
+                "start": max(piece.start - tag, 0),
                 "length": int(corpus.lengths[document]),
                 "text": tokenizer.decode(tokens_T[begin + piece.anchor : end]),
             }

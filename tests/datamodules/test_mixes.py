@@ -9,7 +9,9 @@ from datamodules.config import DataConfig
 from datamodules.document_table import DocumentTable
 from datamodules.mixes import mix_documents
 from datamodules.splits import plan_parts
+from datamodules.tokenizers import load_tokenizer
 
+BYTE = load_tokenizer("byte")
 PLAIN = DataConfig(anchor="none", positions="continuous", context_length=16)
 
 
@@ -91,8 +93,8 @@ def test_long_documents_are_repeated_and_the_mix_of_sources_stays():
 
 def test_only_training_documents_are_mixed_and_the_rows_say_so():
     table = table_of(code=[8] * 50, prose=[8] * 50)
-    training, validation = plan_parts(table, replace(PLAIN, mix={"prose": 2.0}, mix_tokens=1600, tail="pad"))
-    plain, same = plan_parts(table, replace(PLAIN, tail="pad"))
+    training, validation = plan_parts(table, replace(PLAIN, mix={"prose": 2.0}, mix_tokens=1600, tail="pad"), BYTE)
+    plain, same = plan_parts(table, replace(PLAIN, tail="pad"), BYTE)
     assert validation.documents.tolist() == same.documents.tolist()
     assert set(training.documents) <= set(plain.documents) and set(table.source[training.documents]) == {1}
     assert training.mix["prose/tokens"] == training.plan.report.tokens_in == 1600

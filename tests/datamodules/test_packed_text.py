@@ -1,13 +1,19 @@
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from datamodules.config import DataConfig
+from datamodules.corpus import Corpus
 from datamodules.packed_text import PackedTextDataModule
+from datamodules.tokenizers import load_tokenizer
+from modules.metrics import target_offset
 
 CONFIG = DataConfig(context_length=48, anchor="row_start", positions="continuous", validation_fraction=0.3)
 
@@ -63,6 +69,70 @@ def test_validation_scores_the_same_targets_whatever_the_anchors_and_the_batch(d
     assert texts == Counter(many_texts[i] + "<eos>" for i in documents)
     expected = Counter((many_texts[i] + "<eos>", k) for i in documents for k in range(1, len(many_texts[i]) + 1))
     assert targets == expected
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer of words, as GPT-2's: one token is both BOS and EOS."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<|endoftext|>": 0, **{letter: i + 1 for i, letter in enumerate("abcdefgh")}})
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("labels", ["within_document", "across"])
+def test_one_token_for_beginning_and_end_misplaces_no_border(words, tmp_path, labels):
+    """Documents that hold that token too, where a row cuts them or elsewhere, are neither cut nor counted otherwise."""
+    assert words.anchor_id == words.end_id == 0
+    file = tmp_path / "corpus.jsonl"
+    texts = ["a b c <|endoftext|> d e", "<|endoftext|> f g", "h <|endoftext|> <|endoftext|>", "a b c d e f g"] * 5
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = Corpus.open_or_build(tmp_path / "home", DataConfig(corpus=str(file)), words)
+    assert [corpus.document(i).tolist() for i in range(3)] == [[1, 2, 3, 0, 4, 5, 0], [0, 6, 7, 0], [8, 0, 0, 0]]
+
+    found = []
+    for anchor in ("row_start", "every_document"):
+        config = replace(CONFIG, anchor=anchor, context_length=4, packing="best_fit", labels=labels, tail="pad",
+                         validation_fraction=0.5)  # fmt: skip
+        data = PackedTextDataModule(
+            config, corpus=corpus, tokenizer=words, rows_per_batch=2, total_rows=2, seed=0, anchor_copies_at_zero=True
+        )
+        tokens, targets = Counter(), Counter()
+        for batch in data.val_dataloader():
+            offset_BT = target_offset(batch.document_BT, batch.anchor_copy_BT)
+            scored = (batch.labels_BT != -100) & (offset_BT >= 1)
+            targets.update(zip(batch.labels_BT[scored].tolist(), offset_BT[scored].tolist(), strict=True))
+            text = batch.document_BT > 0
+            if batch.anchor_copy_BT is not None:
+                text &= ~batch.anchor_copy_BT
+                assert (batch.position_BT[batch.anchor_copy_BT] == 0).all()
+            tokens.update(batch.tokens_BT[text].tolist())
+        assert tokens == Counter(np.concatenate([corpus.document(i) for i in data.validation.documents]).tolist())
+        found.append(targets)
+    assert found[0] == found[1]
+    # Pieces of 3 tokens: all but the first of each is a target.
+    lengths = corpus.lengths[data.validation.documents].tolist()
+    assert sum(found[0].values()) == sum(n - -(-n // 3) for n in lengths)
+
+
+def test_tags_and_interleaved_chunks_are_for_training_alone(data_of, tokenizer, many_texts):
+    plain = data_of(replace(CONFIG, tail="pad"))
+    data = data_of(replace(CONFIG, tail="pad", domain_tags=True, interleave=True))
+    for one, other in zip(data.val_dataloader(), plain.val_dataloader(), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[:4], other[:4], strict=True))
+    (tag,) = {name + "\n" for name in data.training_rows.corpus.table.sources}
+    texts = Counter()
+    everything = data.training_rows[range(len(data.training_rows))]
+    for tokens, documents in zip(everything.tokens_BT, everything.document_BT, strict=True):
+        for number in range(1, int(documents.max()) + 1):
+            texts.update([tokenizer.decode(tokens[documents == number])])
+    whole = Counter(tag + many_texts[i] + "<eos>" for i in data.training.documents)
+    assert sum((texts & whole).values()) > len(data.training.documents) / 2, "those that no row's end cuts"
+    assert sorted("".join(texts.elements())) == sorted("".join(whole.elements()))
+    assert data.training.tag_tokens == len(tag) * len(data.training.documents)
+    assert len(data.training.plan.piece_document) > 1.5 * len(data.training.documents)
 
 
 def test_training_sees_every_token_of_its_documents(data_of, tokenizer, many_texts):

@@ -63,8 +63,8 @@ def test_drawn_rows(arguments, expected):
 
 def test_pieces_name_documents_and_their_tokens():
     packed = plan([5, 2], 4, "every_document", "concatenate", "split", "pad")
-    assert packed.pieces(0) == [RowPiece(0, 0, 3, True)]
-    assert packed.pieces(1) == [RowPiece(0, 3, 5, False), RowPiece(1, 0, 1, True)]
+    assert packed.pieces(0) == [RowPiece(0, 0, 3, True, 1)]
+    assert packed.pieces(1) == [RowPiece(0, 3, 5, False, 1), RowPiece(1, 0, 1, True, 2)]
     assert packed.piece_row.tolist() == [0, 1, 1, 2]
     assert packed.piece_offset.tolist() == [0, 0, 2, 0]
     assert packed.piece_width.tolist() == [4, 2, 2, 1]

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from datamodules.config import DataConfig
 from datamodules.document_table import DocumentTable
 from datamodules.splits import plan_parts, split_documents
+from datamodules.tokenizers import load_tokenizer
 
 
 def split(lengths, fraction=0.3, tokens=100, seed=0):
@@ -54,7 +55,7 @@ def test_an_empty_part_is_refused(lengths, message):
 
 
 def plan(lengths, config):
-    return plan_parts(DocumentTable(lengths, np.zeros_like(lengths), ("own",)), config)
+    return plan_parts(DocumentTable(lengths, np.zeros_like(lengths), ("own",)), config, load_tokenizer("byte"))
 
 
 def test_nothing_but_the_store_and_its_settings_decides_who_validates():

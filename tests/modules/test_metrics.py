@@ -1,6 +1,7 @@
 """Sums over batches and ranks, and where targets stand, in literal arrays."""
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -10,52 +11,63 @@ from torch import nn
 
 from modules.metrics import LossByPosition, TokenLoss, target_offset
 
-A = 9  # the anchor token
-
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 
 
+# A an anchor copy, * the shared anchor, letters the tokens of documents.
 @pytest.mark.parametrize(
     ("tokens", "document", "expected"),
     [
         # A document's own copy of the anchor does not count ...
-        ([A, 1, 2, 3, A, 4, 5, 6], [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 2, -1, 0, 1, 2, -1]),
+        ("AabcAdef", [1, 1, 1, 1, 2, 2, 2, 2], [0, 1, 2, -1, 0, 1, 2, -1]),
         # ... and without one the first token has offset 0 too, though nothing in the document predicts it.
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2, 2, 2, 2, 2], [1, 2, -1, 1, 2, 3, 4, -1]),
+        ("abcdefgh", [1, 1, 1, 2, 2, 2, 2, 2], [1, 2, -1, 1, 2, 3, 4, -1]),
         # Mixed: a piece that goes on from the row before has no copy.
-        ([1, 2, A, 3, 4, 5, A, 6], [1, 1, 2, 2, 2, 2, 3, 3], [1, -1, 0, 1, 2, -1, 0, -1]),
+        ("abAcdeAf", [1, 1, 2, 2, 2, 2, 3, 3], [1, -1, 0, 1, 2, -1, 0, -1]),
         # The shared anchor predicts nothing and does not belong to the first document.
-        ([A, 1, 2, 3, 4, 5, 6, 7], [0, 1, 1, 1, 2, 2, 2, 2], [-1, 1, 2, -1, 1, 2, 3, -1]),
-        # Padding, documents of one token, the anchor's token inside a document.
-        ([A, 1, A, A, 2, A, 0, 0], [1, 1, 2, 3, 3, 3, -1, -1], [0, -1, -1, 0, 1, -1, -1, -1]),
-        # A document in two pieces is counted piece by piece.
-        ([1, 2, 3, 4, 5, 6, 7, 8], [1, 1, 1, 2, 2, 1, 1, 1], [1, 2, -1, 1, -1, 1, 2, -1]),
+        ("*abcdefg", [0, 1, 1, 1, 2, 2, 2, 2], [-1, 1, 2, -1, 1, 2, 3, -1]),
+        # Padding, documents of one token, a copy alone.
+        ("AaAAbc..", [1, 1, 2, 3, 3, 3, -1, -1], [0, -1, -1, 0, 1, -1, -1, -1]),
+        # A document in several pieces counts on; between them nothing predicts its tokens.
+        ("abcdefgh", [1, 1, 1, 2, 2, 1, 1, 1], [1, 2, -1, 1, -1, 4, 5, -1]),
+        ("AaAbcdef", [1, 1, 2, 2, 1, 1, 2, 2], [0, -1, 0, -1, 2, -1, 2, -1]),
     ],
 )
-def test_target_offset(tokens: list[int], document: list[int], expected: list[int]) -> None:
-    got = target_offset(torch.tensor([tokens]), torch.tensor([document], dtype=torch.int32), A)
+def test_target_offset(tokens: str, document: list[int], expected: list[int]) -> None:
+    document_BT = torch.tensor([document], dtype=torch.int32)
+    copies = torch.tensor([[letter == "A" for letter in tokens]])
+    got = target_offset(document_BT, copies)
     assert got.dtype == torch.int64 and got.tolist() == [expected]
+    if "A" not in tokens:
+        assert target_offset(document_BT, None).tolist() == [expected]
 
 
-def test_target_offset_of_several_rows_and_without_anchor() -> None:
-    tokens, document = torch.tensor([[A, 1, 2], [A, 1, 2]]), torch.tensor([[1, 1, 1], [1, 2, 2]])
-    assert target_offset(tokens, document, A).tolist() == [[0, 1, -1], [-1, 1, -1]]
-    assert target_offset(tokens, document, None).tolist() == [[1, 2, -1], [-1, 1, -1]]
+def test_target_offset_of_several_rows() -> None:
+    copies, document = torch.tensor([[True, False, False]] * 2), torch.tensor([[1, 1, 1], [1, 2, 2]])
+    assert target_offset(document, copies).tolist() == [[0, 1, -1], [-1, 1, -1]]
+    assert target_offset(document, None).tolist() == [[1, 2, -1], [-1, 1, -1]]
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=6), st.booleans(), st.integers(0, 3))
-def test_target_offset_of_any_row(documents: list[tuple[int, bool]], shared: bool, padding: int) -> None:
-    """Rows built with their offsets at hand."""
-    tokens, numbers, offsets = ([A], [0], [0]) if shared else ([], [], [])
-    for number, (length, copy) in enumerate(documents, start=1):
-        tokens += [A] * copy + [1] * length
-        numbers += [number] * (copy + length)
-        offsets += [-1] * copy + list(range(length))
-    tokens, numbers, offsets = tokens + [A] * padding, numbers + [-1] * padding, offsets + [0] * padding
-    expected = [
-        offsets[t + 1] if t + 1 < len(tokens) and numbers[t] == numbers[t + 1] > 0 else -1 for t in range(len(tokens))
-    ]
-    assert target_offset(torch.tensor([tokens]), torch.tensor([numbers]), A).tolist() == [expected]
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=1, max_size=6),
+    st.booleans(),
+    st.integers(0, 3),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_target_offset_of_any_row(
+    documents: list[tuple[int, bool]], shared: bool, padding: int, random: Random, interleaved: bool
+) -> None:
+    """Rows built with their offsets at hand: (number, offset), -1 the offset of a copy."""
+    queues = [[(number, i) for i in range(-1 if copy else 0, length)] for number, (length, copy) in
+              enumerate(documents, start=1)]  # fmt: skip
+    numbers = [number for queue in queues for number, _ in queue]
+    if interleaved:
+        random.shuffle(numbers)
+    row = [(0, 0)] * shared + [queues[number - 1].pop(0) for number in numbers] + [(-1, 0)] * padding
+    expected = [row[t + 1][1] if t + 1 < len(row) and row[t][0] == row[t + 1][0] > 0 else -1 for t in range(len(row))]
+    copies = torch.tensor([[offset == -1 for _, offset in row]])
+    assert target_offset(torch.tensor([[number for number, _ in row]]), copies).tolist() == [expected]
 
 
 def test_token_loss_weighs_targets_not_batches() -> None:

@@ -109,7 +109,7 @@ def checkpointed(model: Llama, batch: PackedBatch) -> Tensor:
 
 def lightning_validation(model: Llama, batch: PackedBatch) -> Tensor:
     """Out of `Trainer.validate`: what the model in the module returns while its `validation_step` runs."""
-    module = LanguageModel(model, optimizer=OptimizerConfig(), max_steps=1, anchor_id=None)
+    module = LanguageModel(model, optimizer=OptimizerConfig(), max_steps=1)
     hidden: list[Tensor] = []
     hook = model.register_forward_hook(lambda _, inputs, output: hidden.append(output))
     trainer = lightning.Trainer(

@@ -256,7 +256,7 @@ def test_gradients_are_clipped_by_a_norm_in_float32(dtype: torch.dtype, limit: f
     )
     llama = Llama(shape, strategy=STRATEGIES["full"], kernel="sdpa", rotary=RotaryConfig())
     config = OptimizerConfig(gradient_clip_norm=limit)
-    module = LanguageModel(llama, optimizer=config, max_steps=1, anchor_id=None).to(dtype)
+    module = LanguageModel(llama, optimizer=config, max_steps=1).to(dtype)
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
     module.model.embed_tokens.weight.grad.view(-1)[:3000] = 3

@@ -101,7 +101,7 @@ def test_casting_the_module(name: str, dtype: torch.dtype) -> None:
 def test_training_in_bf16_true(name: str, tmp_path: Path) -> None:
     """A real Trainer, whose plugin casts the module and changes the default dtype inside every step."""
     expected, digest = handed_to_layers(build(name)), build(name).frequency_digest()
-    module = LanguageModel(build(name), optimizer=OptimizerConfig(), max_steps=2, anchor_id=None)
+    module = LanguageModel(build(name), optimizer=OptimizerConfig(), max_steps=2)
     seen: list[tuple[Tensor, Tensor]] = []
     module.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[1])))
     tokens_BT = torch.arange(POSITIONS.numel())[None]

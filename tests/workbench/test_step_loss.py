@@ -52,7 +52,7 @@ def expected_gradients(batches: list[PackedBatch]) -> tuple[float, dict[str, tor
     llama = model()
     from modules.attention.borders import Borders
 
-    big = PackedBatch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    big = PackedBatch(*(torch.cat(parts) for parts in zip(*(batch[:4] for batch in batches), strict=True)))
     logits = llama.logits(llama(big.tokens_BT, big.position_BT, Borders.of(big.document_BT)))
     if (big.labels_BT != NO_TARGET).any():
         loss = F.cross_entropy(logits.flatten(0, 1), big.labels_BT.flatten(), ignore_index=NO_TARGET)
@@ -67,7 +67,7 @@ class Watched(LanguageModel):
 
     def __init__(self):
         settings = OptimizerConfig(gradient_clip_norm=None)
-        super().__init__(model(), optimizer=settings, max_steps=1, anchor_id=18)
+        super().__init__(model(), optimizer=settings, max_steps=1)
         self.steps = []
 
     def configure_gradient_clipping(self, *args, **kwargs):

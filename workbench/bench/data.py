@@ -122,7 +122,7 @@ def _rows(folder: Path, tokens: int) -> PackedRows:
     )
     tokenizer = load_tokenizer("byte")
     corpus = Corpus.open_or_build(folder / "home", config, tokenizer)
-    training, _ = plan_parts(corpus.table, config)
+    training, _ = plan_parts(corpus.table, config, tokenizer)
     return PackedRows(training, corpus, tokenizer, positions="continuous", labels="within_document")
 
 
