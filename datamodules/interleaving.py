@@ -19,19 +19,21 @@ MAX_TOKENS = 2048
 """Documents that have more tokens in a row stay in one piece there."""
 
 
-def interleave(plan: PackPlan, *, seed: int) -> PackPlan:
+def interleave(plan: PackPlan, tag_P: np.ndarray | None = None, *, seed: int) -> PackPlan:
     """Cuts documents of 2 to `MAX_TOKENS` tokens in 2 or 3 pieces, and shuffles all pieces of each row.
 
     Two pieces or three are equally likely where both are possible, and so are all places to cut and all orders of a
-    row's pieces that keep each document's own. An anchor copy stays in front of its document's first piece. Pieces of
-    one document that come to stand side by side are one again.
+    row's pieces that keep each document's own. An anchor copy and a domain tag stay in front of their document's first
+    piece. Pieces of one document that come to stand side by side are one again.
 
     Args:
         plan: every document of a row in one piece.
+        tag_P: int64 [pieces], tokens of a domain tag that each piece of the plan begins with; None: of no tag.
         seed: of the cuts and orders, which are the same in every epoch.
     """
     random = np.random.default_rng((seed, 2))  # another stream than the split's and the mix's
-    length = plan.piece_length
+    tag = np.zeros_like(plan.piece_length) if tag_P is None else tag_P
+    length = plan.piece_length - tag
     cut = (length >= 2) & (length <= MAX_TOKENS)
     count = np.where(cut, np.minimum(random.integers(2, 4, length.size), length), 1)
     whole, part = number_pieces(count)
@@ -45,6 +47,7 @@ def interleave(plan: PackPlan, *, seed: int) -> PackPlan:
     second_cut = np.where(count == 3, high, length)
     bounds = np.stack([np.zeros_like(length), first_cut, second_cut, length])
     start, stop = bounds[part, whole], np.where(part + 1 == count[whole], length[whole], bounds[part + 1, whole])
+    start, stop = np.where(part == 0, 0, start + tag[whole]), stop + tag[whole]
 
     # Random keys, sorted within each document, sort its row: of the orders that keep each document's own any is as
     # likely as another.

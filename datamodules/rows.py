@@ -47,7 +47,7 @@ class PackedRows(Dataset[PackedBatch]):
         self.anchor_id, self.pad_id = tokenizer.anchor_id, tokenizer.pad_id
         self.positions, self.labels = positions, labels
         self.anchor_copies_at_zero = anchor_copies_at_zero
-        self.tags = part.tags
+        self.tags, self._piece_tag = part.tags, part.piece_tag
         document = part.documents[self.plan.piece_document]
         self._store, self._begin = corpus.store_of[document], corpus.begins[document] + self.plan.piece_start
         if self.tags is not None:
@@ -88,11 +88,9 @@ class PackedRows(Dataset[PackedBatch]):
         row = np.repeat(np.arange(rows.size), count)
         piece = first[rows][row] + np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
         width = plan.piece_width[piece]
-        tag = tag_source = np.zeros_like(piece)
+        tag_source = plan.piece_start[piece]
         if self.tags is not None:
-            document, start = plan.piece_document[piece], plan.piece_start[piece]
-            tag = np.clip(self.tags.length_N[document] - start, 0, plan.piece_length[piece])
-            tag_source = self.tags.begin_N[document] + start
+            tag_source += self.tags.begin_N[plan.piece_document[piece]]
         shared = real & (plan.anchor == "row_start")
         return Layout(
             begin_P=row * plan.context_length + plan.piece_offset[piece],
@@ -100,7 +98,7 @@ class PackedRows(Dataset[PackedBatch]):
             copy_P=plan.piece_anchor[piece],
             number_P=plan.piece_number[piece],
             within_P=plan.piece_within[piece],
-            tag_P=tag,
+            tag_P=self._piece_tag[piece],
             tag_source_P=tag_source,
             store_P=self._store[piece],
             source_P=self._begin[piece],

@@ -29,12 +29,12 @@ class PackedPart(NamedTuple):
     """In front of `documents`, to which the plan reckons them; None without `domain_tags`."""
 
     @property
-    def tag_tokens(self) -> int:
-        """Places that domain tags take in all rows."""
+    def piece_tag(self) -> np.ndarray:
+        """int64 [pieces], tokens of a domain tag that each piece of the plan begins with."""
         if self.tags is None:
-            return 0
+            return np.zeros_like(self.plan.piece_length)
         left = self.tags.length_N[self.plan.piece_document] - self.plan.piece_start
-        return int(np.clip(left, 0, self.plan.piece_length).sum())
+        return np.clip(left, 0, self.plan.piece_length)
 
 
 def split_documents(
@@ -107,7 +107,7 @@ def plan_parts(table: DocumentTable, config: DataConfig, tokenizer: Tokenizer) -
         tags = DomainTags.of(table.source[mixed.documents], table.sources, tokenizer)
     trained = _pack(mixed.documents, lengths, config, tags)._replace(mix=mixed.report)
     if config.interleave:
-        trained = trained._replace(plan=interleave(trained.plan, seed=config.shuffle_seed))
+        trained = trained._replace(plan=interleave(trained.plan, trained.piece_tag, seed=config.shuffle_seed))
     parts = trained, _pack(validation, lengths, unhurt)
     if not (parts[1].plan.piece_length > 1).any():
         raise ValueError(

@@ -367,7 +367,7 @@ def data_report(
         **{f"store/{key}": value for key, value in documents.report().items()},
         **{f"mix/{key}": value for key, value in training.mix.items()},
         **{f"training/{key}": value for key, value in training.plan.report.as_dict().items()},
-        "training/tag_tokens": training.tag_tokens,
+        "training/tag_tokens": int(training.piece_tag.sum()),
         "training/visible_pair_share": pair_counts(resolved, training.plan).share,
         **{f"validation/{key}": value for key, value in validation.plan.report.as_dict().items()},
     }

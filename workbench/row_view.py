@@ -59,8 +59,7 @@ class PieceView:
         if stop == self.start:
             span = f"none of its {self.length} tokens yet"
         tag = f"{self.tag} of its domain tag, " if self.tag else ""
-        ends = "" if stop == self.length else ", goes on elsewhere or is cut"
-        return f"document {self.number}: {self.source} #{self.corpus_document}, {tag}{span}{ends}"
+        return f"document {self.number}: {self.source} #{self.corpus_document}, {tag}{span}"
 
 
 @dataclass(frozen=True, kw_only=True)

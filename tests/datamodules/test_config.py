@@ -29,7 +29,15 @@ def test_every_broken_rule_is_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "broken", [{"corpus": ""}, {"text_field": ""}, {"tokenizer": ""}, {"validation_tokens": 1}, {"tail": None}]
+    "broken",
+    [
+        {"corpus": ""},
+        {"text_field": ""},
+        {"tokenizer": ""},
+        {"validation_tokens": 1},
+        {"tail": None},
+        {"interleave": True, "packing": "one_per_row"},
+    ],
 )
 def test_each_rule(broken):
     with pytest.raises(ValueError, match=f"data.{next(iter(broken))}"):

@@ -84,6 +84,17 @@ def test_cuts_and_orders_are_as_likely_as_one_another():
         assert drawn[row] / rows == pytest.approx(share, abs=4 * (share * (1 - share) / rows) ** 0.5)
 
 
+def test_a_tag_stays_whole_in_front_of_its_first_piece():
+    before = plan([7] * 30, 64, "every_document")
+    after = interleave(before, np.full(30, 5), seed=0)
+    pieces = [piece for row in range(after.rows) for piece in after.pieces(row)]
+    assert len(pieces) > 45
+    assert all(piece.start == 0 or piece.start == 6 for piece in pieces)
+    assert all(piece.stop in (6, 7) and piece.anchor == (piece.start == 0) for piece in pieces)
+    alone = interleave(before, np.full(30, 6), seed=0)
+    assert all(piece.stop - piece.start == 7 for row in range(alone.rows) for piece in alone.pieces(row))
+
+
 def test_the_seed_decides():
     before = plan([9] * 50, 64)
     orders = [interleave(before, seed=seed).piece_number.tolist() for seed in (0, 0, 1)]

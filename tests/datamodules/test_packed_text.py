@@ -131,7 +131,7 @@ def test_tags_and_interleaved_chunks_are_for_training_alone(data_of, tokenizer, 
     whole = Counter(tag + many_texts[i] + "<eos>" for i in data.training.documents)
     assert sum((texts & whole).values()) > len(data.training.documents) / 2, "those that no row's end cuts"
     assert sorted("".join(texts.elements())) == sorted("".join(whole.elements()))
-    assert data.training.tag_tokens == len(tag) * len(data.training.documents)
+    assert data.training.piece_tag.sum() == len(tag) * len(data.training.documents)
     assert len(data.training.plan.piece_document) > 1.5 * len(data.training.documents)
 
 

@@ -44,10 +44,11 @@ def rows_of(lengths, context_length, anchor, positions="continuous", labels="wit
         long_documents="split",
         tail="pad",
     )
+    part = PackedPart(order, plan, tags=own_tags)
     if interleaved is not None:
-        plan = interleave(plan, seed=interleaved)
+        part = part._replace(plan=interleave(plan, part.piece_tag, seed=interleaved))
     return PackedRows(
-        PackedPart(order, plan, tags=own_tags),
+        part,
         store,
         SimpleNamespace(anchor_id=A, pad_id=P),
         positions=positions,

@@ -43,6 +43,26 @@ def test_a_row_of_two_documents_under_a_shared_anchor(experiment, capsys):
     assert shown["report"]["training/tokens_out"] == 7
 
 
+def test_tags_and_chunks_are_shown_as_they_stand(experiment, capsys):
+    arguments = experiment("abcdefgh", "ABCDEFGH", "zz", validation_tokens=2, packing="best_fit", context_length=40,
+                           domain_tags="true", interleave="true")  # fmt: skip
+    assert main(["show", *arguments, "--rows", "1", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (row,) = shown["rows"]
+    pieces = [piece for piece in row["pieces"] if piece["document"] > 0]
+    assert len(pieces) > 2
+    texts = {1: "", 2: ""}
+    for piece in pieces:
+        assert piece["tag"] == (7 if piece["start"] == 0 else 0)
+        assert piece["start"] == max(len(texts[piece["document"]]) - 7, 0)
+        texts[piece["document"]] += piece["text"]
+    assert sorted(texts.values()) == ["corpus\nABCDEFGH", "corpus\nabcdefgh"]
+    assert shown["report"]["training/tag_tokens"] == 14
+    assert main(["show", *arguments, "--rows", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "corpus #" in printed and "7 of its domain tag, tokens 0 to " in printed
+
+
 def test_what_a_person_sees(experiment, capsys):
     arguments = experiment(
         "ab[bold]c\n", "0123456789" * 4, "zz", validation_tokens=2, packing="best_fit", context_length=32
@@ -51,7 +71,7 @@ def test_what_a_person_sees(experiment, capsys):
     shown = capsys.readouterr().out
     assert "'<bos>' (anchor)" in shown and "anchor of the row" in shown
     assert "'ab[bold]c\\n'" in shown and ", whole" in shown
-    assert "tokens 0 to 30 of 40, goes on elsewhere or is cut" in shown
+    assert "tokens 0 to 30 of 40\n" in shown
     assert "... 21 more" in shown
     assert "padding, " in shown and "These are all rows: there are 2." in shown
     assert "padding_share" in shown
