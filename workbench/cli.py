@@ -224,8 +224,8 @@ def _quiet() -> None:
 
 def _fit(asked: argparse.Namespace) -> int:
     from workbench.checkpoints import newest_checkpoint
-    from workbench.config import parse_assignments
-    from workbench.fit import fit, read_config
+    from workbench.config import parse_assignments, read_config
+    from workbench.fit import fit
     from workbench.home import trial_folder, writable_home
 
     _quiet()
@@ -285,10 +285,9 @@ def _sweep(asked: argparse.Namespace) -> int:
 
 def _show_rows(asked: argparse.Namespace) -> int:
     from workbench import build
-    from workbench.config import parse_assignments
+    from workbench.config import parse_assignments, read_config
     from workbench.data_view import print_report, tokenising_progress
     from workbench.errors import UserError
-    from workbench.fit import read_config
     from workbench.home import writable_home
     from workbench.row_view import print_rows, view_rows
 
@@ -313,8 +312,7 @@ def _show_rows(asked: argparse.Namespace) -> int:
 def _show(asked: argparse.Namespace) -> int:
     if asked.rows is not None:
         return _show_rows(asked)
-    from workbench.config import describe_kind, flatten, parse_assignments, schema, to_dict
-    from workbench.fit import read_config
+    from workbench.config import describe_kind, flatten, parse_assignments, read_config, schema, to_dict
 
     config = read_config(asked.config, parse_assignments(asked.settings))
     if asked.json:
@@ -329,9 +327,8 @@ def _show(asked: argparse.Namespace) -> int:
 
 def _prepare(asked: argparse.Namespace) -> int:
     from workbench import build
-    from workbench.config import parse_assignments
+    from workbench.config import parse_assignments, read_config
     from workbench.data_view import print_lengths, print_report, tokenising_progress
-    from workbench.fit import read_config
     from workbench.home import writable_home
 
     resolved = build.check(read_config(asked.config, parse_assignments(asked.settings)))

@@ -156,6 +156,11 @@ def kind_of(key: str, kinds: Mapping[str, Any]) -> Any:
     return get_type_hints(named[1]).get(last) if named and dataclasses.is_dataclass(named[1]) else None
 
 
+def read_config(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
+    """A config file under command-line settings; named after the file unless it says otherwise."""
+    return resolve(("", {"name": path.stem}), (str(path), read_yaml(path)), ("command line", overrides))
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 

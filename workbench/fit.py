@@ -3,13 +3,12 @@
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workbench.callbacks import step_progress
 from workbench.checkpoints import newest_checkpoint
-from workbench.config import RunConfig, flatten, read_yaml, resolve, to_dict
+from workbench.config import RunConfig, flatten, to_dict
 from workbench.errors import UserError
 from workbench.home import trial_folder
 from workbench.identity import FREE_OF_IDENTITY, identity
@@ -24,11 +23,6 @@ if TYPE_CHECKING:
 
 NEWEST = "newest"
 """--resume without a run."""
-
-
-def read_config(path: Path, overrides: Mapping[str, Any]) -> RunConfig:
-    """A config file under command-line settings; named after the file unless it says otherwise."""
-    return resolve(("", {"name": path.stem}), (str(path), read_yaml(path)), ("command line", overrides))
 
 
 def fit(config: RunConfig, *, home: Path, resume: str | None) -> tuple[str, Outcome]:

@@ -7,7 +7,7 @@ import torch
 
 from modules.llama import parameter_count
 from workbench import build
-from workbench.fit import read_config
+from workbench.config import read_config
 from workbench.plan import plan
 from workbench.sweep_file import read_sweep
 

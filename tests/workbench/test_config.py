@@ -1,5 +1,7 @@
 """Layers merge in order, and every mistake is named with its key, value and way out."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,12 @@ def test_numbers_in_yaml_are_numbers(tmp_path):
     file = Path(tmp_path / "f.yaml")
     file.write_text("optimizer: {learning_rate: 1e-3}\n")
     assert flatten(read_yaml(file)) == {"optimizer.learning_rate": 1e-3}
+
+
+def test_what_prepares_data_loads_neither_lightning_nor_mlflow():
+    """They take longer to load than a small corpus takes to tokenise, and 200 MB."""
+    code = (
+        "import sys, workbench.cli, workbench.config, workbench.build, workbench.data_view, workbench.home; "
+        "sys.exit(bool({'lightning', 'mlflow', 'torchmetrics'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
