@@ -27,9 +27,9 @@ import numpy as np
 
 from datamodules.sources.source import Document, Part, Skipped, Source
 from datamodules.token_store import ENDS, FORMAT, OWN, SOURCES, TOKENS, StoreHeader, token_type, write_header
-from datamodules.tokenizers import Tokenizer
+from datamodules.tokenizers import Tokenizer, give_back_freed_memory
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 20
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 512, 1 << 18
 _LITTLE = 1 << 23
 """Bytes of a source that are not worth starting processes for; the tokenizer's own threads share them."""
 _LOOK_SECONDS = 0.5
@@ -230,10 +230,10 @@ def _in_processes(
     # Spawned, not forked: the caller may hold threads and a GPU.
     context = get_context("spawn")
     stop = context.Event()
-    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(stop,))
+    pool = ProcessPoolExecutor(processes, context, initializer=_start_worker, initargs=(stop, tokenizer))
     try:
         running: dict[Future[None], int] = {
-            pool.submit(write_part, parts[number], number, scratch, tokenizer): number for number in missing
+            pool.submit(_write_part_in_worker, parts[number], number, scratch): number for number in missing
         }
         while running:
             finished, _ = wait(running, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
@@ -254,12 +254,20 @@ def _in_processes(
 
 _stop: Event | None = None
 """In a process that tokenises: whether nobody waits for it any more."""
+_tokenizer: Tokenizer | None = None
+"""In a process that tokenises: its own copy, made once. A vocabulary of 128k takes a second to unpickle."""
 
 
-def _start_worker(stop: Event) -> None:
+def _write_part_in_worker(part: Part, number: int, scratch: Path) -> None:
+    assert _tokenizer is not None
+    write_part(part, number, scratch, _tokenizer)
+
+
+def _start_worker(stop: Event, tokenizer: Tokenizer) -> None:
     """Leaves Ctrl-C to the parent, ends with it however that ends, and tokenises with one thread."""
-    global _stop
-    _stop = stop
+    global _stop, _tokenizer
+    _stop, _tokenizer = stop, tokenizer
+    give_back_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
