@@ -14,12 +14,13 @@ from datamodules.sources.config import SourceConfig
 from modules.flops import training_flops
 from modules.llama import parameter_count
 from workbench import build
+from workbench.cells import Cell
 from workbench.checkpoints import newest_checkpoint
 from workbench.config import RunConfig, resolve
 from workbench.errors import UserError, user_input
 from workbench.home import trial_folder
 from workbench.identity import Identity, identity
-from workbench.sweep_file import Cell, Sweep, accumulation
+from workbench.sweep_file import Sweep, accumulation
 from workbench.tracking import Tracker, tag
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ def _config(sweep: Sweep, cell: Cell, overrides: Mapping[str, Any]) -> RunConfig
     layers = [
         *sweep.base,
         ("", {**cell.axes, "seed": cell.seed, "name": cell.name}),
+        (f"{sweep.path}: rules", cell.settings),
         ("command line", overrides),
     ]
     config = resolve(*layers)

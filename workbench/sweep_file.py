@@ -10,50 +10,39 @@
     seeds: [0, 1]
     exclude:
       - {when: {data.context_length: ">=2048", attention.strategy: full}, why: too slow here}
+    rules:                            settings of some cells, in order
+      - {when: {data.context_length: ">=2048"}, set: {trainer.rows_per_batch: 1}}
+    include:                          more points, one by one
+      - {data.context_length: 8192, attention.strategy: anchor}
     hold: {tokens_per_step: 8192}     trainer.accumulate follows
 
-`when` compares; it never evaluates code.
+`when` is explained in conditions.py; resources, limits, objective and report in sweep_options.py.
 """
 
-import itertools
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from workbench.cells import Axis, Cell, Exclusion, Rule, expand
 from workbench.config import check_key, flatten, read_yaml, schema, suggestion
 from workbench.errors import UserError
+from workbench.sweep_options import (
+    Limits,
+    Objective,
+    Pivot,
+    Resources,
+    read_limits,
+    read_objective,
+    read_pivot,
+    read_resources,
+)
 
-KEYS = ("name", "base", "set", "grid", "zip", "seeds", "exclude", "hold")
-
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One grid point with one seed."""
-
-    name: str
-    """Readable: context_length=512 precision=32-true strategy=anchor."""
-    axes: dict[str, Any]
-    """The grid point: {'data.context_length': 512, ...}."""
-    seed: int
-    excluded_why: str | None
-
-    @property
-    def label(self) -> str:
-        """The values alone, for narrow columns: 512 32-true anchor."""
-        values = [_text(value) for value in self.axes.values()]
-        return " ".join(values + ([self.name.rpartition(" ")[2]] if self.name.endswith(f"seed={self.seed}") else []))
+CELLS = ("name", "base", "set", "grid", "zip", "seeds", "exclude", "rules", "include", "hold")
+OPTIONS = ("objective", "resources", "limits", "report")
+KEYS = (*CELLS, *OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +53,28 @@ class Sweep:
     path: Path
     base: tuple[tuple[str, dict[str, Any]], ...]
     """Layers below the cells: (file, contents), then ('<file> set', overrides)."""
-    axes: tuple[dict[str, list[Any]], ...]
-    """Each axis maps its keys (several for a zip) to equally long lists."""
+    axes: tuple[Axis, ...]
+    include: tuple[dict[str, Any], ...]
     seeds: tuple[int, ...]
-    exclude: tuple[tuple[dict[str, Any], str], ...]
+    exclude: tuple[Exclusion, ...]
+    rules: tuple[Rule, ...]
     tokens_per_step: int | None
+    objective: Objective
+    resources: Resources
+    limits: Limits
+    pivot: Pivot
 
     @property
     def axis_keys(self) -> list[str]:
-        """Keys of all axes, in the file's order."""
-        return [key for axis in self.axes for key in axis]
+        """Keys of all axes, in the file's order; then what included points name besides."""
+        of_points = (key for point in self.include for key in point)
+        return list(dict.fromkeys([*(key for axis in self.axes for key in axis), *of_points]))
 
     def cells(self) -> Iterator[Cell]:
-        """Every combination of the axes with every seed, the first axis slowest."""
-        labels = _short_names(self.axis_keys)
-        per_axis = [
-            [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in self.axes
-        ]
-        for point in itertools.product(*per_axis):
-            axes = {key: value for part in point for key, value in part.items()}
-            why = next((why for when, why in self.exclude if _matches(when, axes)), None)
-            for seed in self.seeds:
-                name = " ".join(f"{labels[key]}={_text(value)}" for key, value in axes.items())
-                if len(self.seeds) > 1 or not name:
-                    name = f"{name} seed={seed}".strip()
-                yield Cell(name=name, axes=axes, seed=seed, excluded_why=why)
+        """Every combination of the axes with every seed, the first axis slowest, then the included points."""
+        return expand(
+            self.axes, seeds=self.seeds, include=self.include, exclude=self.exclude, rules=self.rules
+        )
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -106,28 +92,30 @@ def read_sweep(path: Path) -> Sweep:
         ]
     axes = _axes(contents, problems)
     base = _base(contents, path, problems)
+    include = _include(contents.get("include") or [], [key for axis in axes for key in axis], problems)
     own_seed = next((layer["seed"] for _, layer in reversed(base) if "seed" in layer), 0)
     seeds = _seeds(contents.get("seeds", [own_seed]), problems)
-    if not axes and "seeds" not in contents and not problems:
+    if not axes and not include and "seeds" not in contents and not problems:
         problems.append(
             "the grid is empty. Give grid at least one axis, for example attention.strategy: [full, anchor]."
         )
+    axis_keys = list(dict.fromkeys(key for part in (*axes, *include) for key in part))
     sweep = Sweep(
         name=_name(contents.get("name", path.stem), problems),
         path=path,
         base=base,
         axes=axes,
+        include=include,
         seeds=seeds,
-        exclude=_exclude(contents.get("exclude") or [], [key for axis in axes for key in axis], problems),
+        exclude=_exclude(contents.get("exclude") or [], axis_keys, problems),
+        rules=_rules(contents.get("rules") or [], axis_keys, problems),
         tokens_per_step=_hold(contents.get("hold") or {}, problems),
+        objective=read_objective(contents.get("objective"), problems),
+        resources=read_resources(contents.get("resources"), problems),
+        limits=read_limits(contents.get("limits"), problems),
+        pivot=read_pivot(contents.get("report"), axis_keys, problems),
     )
-    if sweep.tokens_per_step is not None and "trainer.accumulate" in {*sweep.axis_keys, *flatten(sweep.base[-1][1])}:
-        problems.append("hold.tokens_per_step sets trainer.accumulate, so set and grid cannot. Remove one of them.")
-    problems.extend(
-        f"{key} is both in set and an axis. Remove it from set."
-        for key in flatten(sweep.base[-1][1])
-        if key in sweep.axis_keys
-    )
+    _check_conflicts(sweep, problems)
     if not problems:
         doubled = [name for name, count in Counter(cell.name for cell in sweep.cells()).items() if count > 1]
         problems.extend(f"the cell {name!r} stands twice in the grid. Remove the repeated value." for name in doubled)
@@ -136,6 +124,15 @@ def read_sweep(path: Path) -> Sweep:
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     return sweep
+
+
+def _check_conflicts(sweep: Sweep, problems: list[str]) -> None:
+    """A setting has one place: an axis, set, a rule or hold."""
+    fixed, by_rules = flatten(sweep.base[-1][1]), {key for _, then in sweep.rules for key in then}
+    if sweep.tokens_per_step is not None and "trainer.accumulate" in {*sweep.axis_keys, *fixed, *by_rules}:
+        problems.append("hold.tokens_per_step sets trainer.accumulate, so set, grid and rules cannot. Remove one.")
+    problems.extend(f"{key} is both in set and an axis. Remove it from set." for key in fixed if key in sweep.axis_keys)
+    problems.extend(f"rules set {key}, which is an axis. Use include or zip." for key in by_rules & {*sweep.axis_keys})
 
 
 def _name(value: Any, problems: list[str]) -> str:
@@ -220,41 +217,61 @@ def _hold(value: Any, problems: list[str]) -> int | None:
     return tokens
 
 
-def _exclude(value: Any, axes: list[str], problems: list[str]) -> tuple[tuple[dict[str, Any], str], ...]:
-    rules: list[tuple[dict[str, Any], str]] = []
+def _exclude(value: Any, axes: list[str], problems: list[str]) -> tuple[Exclusion, ...]:
+    pairs = _when_pairs("exclude", value, "why", "reason", axes, problems)
+    return tuple((when, str(why)) for when, why in pairs)
+
+
+def _rules(value: Any, axes: list[str], problems: list[str]) -> tuple[Rule, ...]:
+    rules: list[Rule] = []
+    for when, then in _when_pairs("rules", value, "set", "{key: value}", [*axes, "seed"], problems):
+        if not isinstance(then, Mapping) or not then:
+            problems.append(f"rules.set={then!r} must hold key: value pairs.")
+            continue
+        settings = flatten(dict(then))
+        problems.extend(f"rules.set: {problem}" for key in settings if (problem := check_key(key)))
+        rules.append((when, settings))
+    return tuple(rules)
+
+
+def _when_pairs(
+    section: str, value: Any, other: str, meaning: str, axes: list[str], problems: list[str]
+) -> list[tuple[dict[str, Any], Any]]:
+    """(when, the other half) of each item of a list."""
+    pairs: list[tuple[dict[str, Any], Any]] = []
     for item in value if isinstance(value, list) else [value]:
         if (
             not isinstance(item, Mapping)
-            or set(item) != {"when", "why"}
+            or set(item) != {"when", other}
             or not isinstance(item["when"], Mapping)
             or not item["when"]
         ):
-            problems.append(f"exclude holds {item!r}. Write {{when: {{axis: value}}, why: reason}}.")
+            problems.append(f"{section} holds {item!r}. Write {{when: {{axis: value}}, {other}: {meaning}}}.")
             continue
         when = flatten(dict(item["when"]))
         for key in when:
             if key not in axes:
-                problems.append(f"exclude.when: {key} is no axis of this sweep.{suggestion(key, axes)}")
-        rules.append((when, str(item["why"])))
-    return tuple(rules)
+                problems.append(f"{section}.when: {key} is no axis of this sweep.{suggestion(key, axes)}")
+        pairs.append((when, item[other]))
+    return pairs
 
 
-def _matches(when: Mapping[str, Any], axes: Mapping[str, Any]) -> bool:
-    return all(_compares(axes[key], condition) for key, condition in when.items())
-
-
-def _compares(value: Any, condition: Any) -> bool:
-    """Equality, any of a list, or one comparison written as text: '>=8192'."""
-    if isinstance(condition, list):
-        return any(_compares(value, item) for item in condition)
-    if isinstance(condition, str):
-        match = re.fullmatch(r"(>=|<=|!=|>|<)\s*(.+)", condition)
-        if match:
-            try:
-                return COMPARISONS[match[1]](float(value), float(match[2]))
-            except (TypeError, ValueError):
-                return match[1] == "!=" and str(value) != match[2]
-    return bool(value == condition) and isinstance(value, bool) == isinstance(condition, bool)
+def _include(value: Any, axes: list[str], problems: list[str]) -> tuple[dict[str, Any], ...]:
+    points: list[dict[str, Any]] = []
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, Mapping) or not item:
+            problems.append(f"include holds {item!r}. Write {{axis: value, axis: value}}.")
+            continue
+        point = flatten(dict(item))
+        problems.extend(f"include: {problem}" for key in point if (problem := check_key(key)))
+        wanted = axes or list(points[0] if points else point)
+        if missing := [key for key in wanted if key not in point]:
+            problems.append(f"include holds {point!r}, which says nothing of {', '.join(missing)}. Name every axis.")
+            continue
+        if "seed" in point:
+            problems.append("include: seed is no axis. Write seeds: [0, 1].")
+        points.append({key: point[key] for key in dict.fromkeys([*wanted, *point])})
+    return tuple(points)
 
 
 def accumulation(tokens_per_step: int, *, tokens_per_batch: int) -> int:
@@ -269,13 +286,3 @@ def accumulation(tokens_per_step: int, *, tokens_per_batch: int) -> int:
             f"{tokens_per_batch}. Choose a multiple of that."
         )
     return tokens_per_step // tokens_per_batch
-
-
-def _short_names(keys: list[str]) -> dict[str, str]:
-    """The last part of each key where that is enough to tell them apart."""
-    count = Counter(key.rpartition(".")[2] for key in keys)
-    return {key: key if count[key.rpartition(".")[2]] > 1 else key.rpartition(".")[2] for key in keys}
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
