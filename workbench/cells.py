@@ -1,8 +1,8 @@
 """The cells that a sweep's axes stand for, each with its name.
 
-    grid: {data.context_length: [512, 2048], attention.strategy: [full, anchor]}   4 points
-    seeds: [0, 1]                                                                   8 cells
-    include: [{data.context_length: 8192, attention.strategy: anchor}]             10 cells
+grid: {data.context_length: [512, 2048], attention.strategy: [full, anchor]}   4 points
+seeds: [0, 1]                                                                   8 cells
+include: [{data.context_length: 8192, attention.strategy: anchor}]             10 cells
 """
 
 import itertools
@@ -53,7 +53,9 @@ def expand(
 
     An excluded point is a cell that says why. Points of `include` were asked for one by one: `exclude` leaves them.
     """
-    points = [(point, _excluded(point, exclude)) for point in _product(axes)] + [(dict(point), None) for point in include]
+    points = [(point, _excluded(point, exclude)) for point in _product(axes)] + [
+        (dict(point), None) for point in include
+    ]
     short = _short_names(list(dict.fromkeys(key for point, _ in points for key in point)))
     for point, why in points:
         for seed in seeds:

@@ -1,8 +1,8 @@
 """`when` of a sweep file: compares a cell's values with literals. It never evaluates code.
 
-    {data.context_length: 512}            equal
-    {data.context_length: [512, 1024]}    any of
-    {data.context_length: ">=8192"}       one comparison: >= <= != > <
+{data.context_length: 512}            equal
+{data.context_length: [512, 1024]}    any of
+{data.context_length: ">=8192"}       one comparison: >= <= != > <
 """
 
 import operator

@@ -23,6 +23,7 @@ from modules.presets import ModelConfig
 from modules.rotary import RotaryConfig
 from modules.shift_deviation import ShiftDeviationConfig
 from workbench.errors import UserError
+from workbench.references import ReferenceMistake, follow, is_reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +188,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
-    """['data.context_length=512'] -> {'data.context_length': 512}, values read as YAML."""
+    """['data.context_length=512'] -> {'data.context_length': 512}: values as YAML, the text of a text setting as it is."""
     assignments: dict[str, Any] = {}
+    kinds = schema()
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:
@@ -202,7 +204,9 @@ def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
             parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             raise UserError(f"{word}: the value is no valid YAML: {error}") from error
-        assignments[key] = parsed["value"]
+        value = parsed["value"]
+        is_text = kind_of(key, kinds) in (str, str | None) and isinstance(value, bool | int | float)
+        assignments[key] = text if is_text else value  # a name such as 10e2 or on needs no quotes here
     return assignments
 
 
@@ -216,17 +220,37 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     kinds = schema()
     problems: list[str] = []
     refused: list[str] = []
+    given: dict[str, tuple[str, Any]] = {}
     for where, layer in layers:
         for key, value in _schema_leaves(layer, kinds).items():
+            if is_reference(value) and check_key(key, kinds) is None:
+                given[key] = where, value
+                continue
             problem = check_key(key, kinds) or _check_kind(key, value, kinds)
             if problem is None:
                 try:  # leaf by leaf, so that one mistake does not hide the next
                     tree = OmegaConf.merge(tree, _nested(key, value))
+                    given[key] = where, value
                 except (OmegaConfBaseException, ValueError, TypeError):
                     problem = f"{key}={value!r} must be {describe_kind(kind_of(key, kinds))}."
             if problem:
                 problems.append(f"{_place(where, key)}: {problem}" if where else problem)
                 refused.append(key)
+    for key, (where, text) in given.items():  # after all layers, so that a reference follows every override
+        if not is_reference(text):
+            continue
+        try:
+            value = follow(text, lambda name: _value_of(name, given, tree, kinds), start=key)
+            problem = _check_kind(key, value, kinds)
+            if problem is None:
+                tree = OmegaConf.merge(tree, _nested(key, value))
+        except (OmegaConfBaseException, TypeError):
+            problem = f"{key}={text!r} must be {describe_kind(kind_of(key, kinds))}, not {value!r}."
+        except ReferenceMistake as error:
+            problem = f"{key}={text!r} {error}"
+        if problem:
+            problems.append(f"{_place(where, key)}: {problem}" if where else problem)
+            refused.append(key)
     sections: dict[str, Any] = {}
     for item in dataclasses.fields(RunConfig):
         try:
@@ -241,6 +265,13 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return RunConfig(**sections)
+
+
+def _value_of(key: str, given: Mapping[str, tuple[str, Any]], tree: Any, kinds: Mapping[str, Any]) -> Any:
+    """What a reference stands for: as the topmost layer wrote it (perhaps a reference again), else the default."""
+    if problem := check_key(key, kinds):
+        raise ReferenceMistake(f"refers to what is none: {problem}")
+    return given[key][1] if key in given else OmegaConf.select(tree, key)
 
 
 def _names_one(problem: str, refused: Iterable[str]) -> bool:
@@ -330,8 +361,8 @@ def _check_kind(key: str, value: Any, kinds: Mapping[str, Any]) -> str | None:
     kind = kind_of(key, kinds)
     if kind is PrecisionName and str(value) in ALIASES:
         return f"{key}={value!r} is an alias of Lightning's. Write {ALIASES[str(value)]}."
-    if isinstance(value, str) and "${" in value:
-        return f"{key}={value!r} refers to another value, which is not supported here. Write the value itself."
+    if not isinstance(value, str) and "${" in str(value):
+        return f"{key}={value!r} holds a reference inside. Only a whole setting can be one: write the value itself."
     if kind in (str, str | None) and isinstance(value, bool | int | float):
         return f"{key}={value!r} must be text. Put it in quotes."
     if kind in (int, int | None) and isinstance(value, str) and not re.fullmatch(r"[+-]?\d+", value):

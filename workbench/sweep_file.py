@@ -72,9 +72,7 @@ class Sweep:
 
     def cells(self) -> Iterator[Cell]:
         """Every combination of the axes with every seed, the first axis slowest, then the included points."""
-        return expand(
-            self.axes, seeds=self.seeds, include=self.include, exclude=self.exclude, rules=self.rules
-        )
+        return expand(self.axes, seeds=self.seeds, include=self.include, exclude=self.exclude, rules=self.rules)
 
 
 def read_sweep(path: Path) -> Sweep:

@@ -75,7 +75,7 @@ def refused(capsys, home, *words) -> str:
         (["seed=-1"], ["seed=-1"]),
         (["data.context_length=2"], ["data.context_length=2"]),
         (["optimizer.warmup_steps=9"], ["optimizer.warmup_steps=9", "trainer.max_steps=6"]),
-        (["data.corpus=${oc.env:HOME}"], ["data.corpus", "refers to another value"]),
+        (["data.corpus=${oc.env:HOME}"], ["data.corpus", "refers to no setting", "oc.env"]),
         (["tracking.experiment="], ["tracking.experiment is empty"]),
         (["novalue"], ["novalue", "key=value"]),
     ],

@@ -141,3 +141,41 @@ def test_what_prepares_data_loads_neither_lightning_nor_mlflow():
         "sys.exit(bool({'lightning', 'mlflow', 'torchmetrics'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_reference_follows_what_it_names():
+    written = ("", {"model.max_positions": "${data.context_length}", "name": "at-${data.context_length}-${seed}"})
+    config = resolve(written, ("command line", {"data.context_length": 2048}))
+    assert (config.model.max_positions, config.name) == (2048, "at-2048-0")
+    assert "${" not in str(to_dict(config))
+    assert resolve(written, ("command line", {"model.max_positions": 4096})).model.max_positions == 4096
+    default = resolve(("", {"data.context_length": 64, "seed": "${trainer.max_steps}"}))
+    assert default.seed == default.trainer.max_steps, "a default can be named too"
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        ({"model.max_positions": "${data.contextlength}"}, ["data.contextlength is no setting", "data.context_length"]),
+        ({"name": "${oc.env:HOME}"}, ["name=", "oc.env"]),
+        ({"model.overrides": {"width": "${oc.env:HOME}"}}, ["model.overrides", "inside"]),
+        ({"name": "a ${seed"}, ["without its }"]),
+        ({"seed": "${name}"}, ["seed=", "whole number"]),
+        (
+            {"model.max_positions": "${data.context_length}", "data.context_length": "${model.max_positions}"},
+            ["back to itself", "model.max_positions -> data.context_length -> model.max_positions"],
+        ),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_said(layer, parts):
+    with pytest.raises(UserError) as caught:
+        resolve(("", layer))
+    for part in parts:
+        assert part in str(caught.value), str(caught.value)
+
+
+def test_text_settings_take_the_words_of_the_command_line():
+    words = ["name=10e2", "data.text_field=on", "optimizer.learning_rate=1e-5", "data.tokenizer=null"]
+    assert parse_assignments(words) == {
+        "name": "10e2", "data.text_field": "on", "optimizer.learning_rate": 1e-5, "data.tokenizer": None,
+    }  # fmt: skip

@@ -136,3 +136,73 @@ def test_accumulation_holds_tokens_per_step():
     assert accumulation(8192, tokens_per_batch=1024) == 8
     with pytest.raises(ValueError, match=r"hold\.tokens_per_step=1000"):
         accumulation(1000, tokens_per_batch=512)
+
+
+def test_rules_and_included_points(tmp_path):
+    cells = list(
+        sweep(
+            tmp_path,
+            """
+            grid: {data.context_length: [512, 2048], attention.strategy: [full, anchor]}
+            exclude: [{when: {data.context_length: ">=2048", attention.strategy: full}, why: slow}]
+            rules:
+              - {when: {data.context_length: ">=2048"}, set: {trainer.rows_per_batch: 1}}
+              - {when: {attention.strategy: anchor}, set: {trainer.rows_per_batch: 4, data.tail: pad}}
+            include:
+              - {attention.strategy: full, data.context_length: 4096}
+            """,
+        ).cells()
+    )
+    assert [(cell.label, cell.settings, cell.excluded_why) for cell in cells] == [
+        ("512 full", {}, None),
+        ("512 anchor", {"trainer.rows_per_batch": 4, "data.tail": "pad"}, None),
+        ("2048 full", {"trainer.rows_per_batch": 1}, "slow"),
+        ("2048 anchor", {"trainer.rows_per_batch": 4, "data.tail": "pad"}, None),
+        ("4096 full", {"trainer.rows_per_batch": 1}, None),
+    ]
+
+
+def test_options(tmp_path):
+    read = sweep(
+        tmp_path,
+        """
+        grid: {data.context_length: [512, 2048], attention.strategy: [full, anchor]}
+        resources: {cpus: 2, gpus: 1}
+        limits: {timeout: 90m, retries: {crash: 1}}
+        objective: {metric: val/perplexity}
+        report: {rows: attention.strategy, columns: data.context_length, values: [val/loss]}
+        """,
+    )
+    assert (read.resources.cpus, read.resources.gpus, read.limits.timeout_seconds) == (2, 1, 5400.0)
+    assert (read.objective.metric, read.objective.mode) == ("val/perplexity", "min")
+    assert (read.pivot.rows, read.pivot.values) == ("attention.strategy", ("val/loss",))
+    again = {name: read.limits.tries_again(name, 1) for name in ("crash", "lost", "host_oom", "oom", "diverged")}
+    assert again == {"crash": True, "lost": True, "host_oom": True, "oom": False, "diverged": False}
+    assert not read.limits.tries_again("crash", 2) and read.limits.tries_again("lost", 3)
+    assert not read.limits.tries_again("lost", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("resources: {cpu: 1}", ["resources.cpu", "cpus"]),
+        ("resources: {cpus: 0}", ["resources.cpus=0"]),
+        ("limits: {timeout: soon}", ["limits.timeout='soon'", "30m"]),
+        ("limits: {timeout: -5}", ["limits.timeout=-5"]),
+        ("limits: {retries: {crashes: 1}}", ["limits.retries.crashes", "crash"]),
+        ("limits: {retries: {crash: -1}}", ["limits.retries.crash=-1"]),
+        ("objective: {mode: best}", ["objective.mode='best'"]),
+        ("report: {rows: data.tail}", ["report.rows='data.tail'", "no axis"]),
+        ("rules: [{when: {data.tail: pad}, set: {seed: 1}}]", ["rules.when", "data.tail is no axis"]),
+        ("rules: [{when: {attention.strategy: full}, set: {a.b: 1}}]", ["a.b is no setting"]),
+        ("rules: [{when: {attention.strategy: full}, set: {attention.strategy: anchor}}]", ["is an axis"]),
+        ("hold: {tokens_per_step: 64}\nrules: [{when: {seed: 0}, set: {trainer.accumulate: 2}}]", ["hold"]),
+        ("include: [{data.context_length: 8}]", ["attention.strategy", "Name every axis"]),
+        ("include: [{attention.strategy: full}]", ["stands twice"]),
+    ],
+)
+def test_each_mistake_in_an_option_is_named(tmp_path, text, parts):
+    with pytest.raises(UserError) as caught:
+        sweep(tmp_path, f"grid: {{attention.strategy: [full, anchor]}}\n{text}\n")
+    for part in ("s.yaml", *parts):
+        assert part in str(caught.value), str(caught.value)
