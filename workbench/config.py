@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -188,7 +189,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_assignments(words: Iterable[str]) -> dict[str, Any]:
-    """['data.context_length=512'] -> {'data.context_length': 512}: values as YAML, the text of a text setting as it is."""
+    """['data.context_length=512'] -> {'data.context_length': 512}: values as YAML, text settings as they stand."""
     assignments: dict[str, Any] = {}
     kinds = schema()
     for word in words:
@@ -240,7 +241,7 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> RunConfig:
         if not is_reference(text):
             continue
         try:
-            value = follow(text, lambda name: _value_of(name, given, tree, kinds), start=key)
+            value = follow(text, partial(_value_of, given=given, tree=tree, kinds=kinds), start=key)
             problem = _check_kind(key, value, kinds)
             if problem is None:
                 tree = OmegaConf.merge(tree, _nested(key, value))

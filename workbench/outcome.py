@@ -7,12 +7,30 @@ STATUS_OF = {
     "crash": "FAILED",
     "config": "FAILED",
     "oom": "FAILED",
+    "host_oom": "FAILED",
+    "hardware": "FAILED",
     "diverged": "FAILED",
+    "timeout": "KILLED",
     "interrupted": "KILLED",
     "cancelled": "KILLED",
     "lost": "KILLED",
 }
-"""MLflow's status for each outcome. FINISHED alone does not mean completed there, so a tag holds the outcome."""
+"""MLflow's status for each outcome. FINISHED alone does not mean completed there, so a tag holds the outcome.
+
+    crash        an exception of the training
+    config       an exception before the first step: settings, data, imports
+    oom          the device had too little memory
+    host_oom     the machine had, and the kernel killed the process
+    hardware     CUDA or NCCL reported a fault
+    diverged     the loss was not finite
+    timeout      limits.timeout passed
+    interrupted  SIGTERM from outside
+    cancelled    Ctrl-C, or SIGTERM to the sweep
+    lost         killed from outside, or gone with its machine
+"""
+
+GOES_ON = ("interrupted", "cancelled", "lost", "host_oom", "timeout")
+"""Outcomes after which the same run goes on: what it had done still holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from workbench.config import RunConfig, resolve
 from workbench.errors import UserError, user_input
 from workbench.home import trial_folder
 from workbench.identity import Identity, identity
+from workbench.outcome import GOES_ON
 from workbench.sweep_file import Sweep, accumulation
 from workbench.tracking import Tracker, tag
 
@@ -60,6 +61,10 @@ class Trial:
     def to_do(self) -> bool:
         """Whether a run of the sweep trains it."""
         return self.state != "done"
+
+    def started_anew(self) -> "Trial":
+        """The same trial in a run of its own."""
+        return replace(self, run_id=None)
 
     def to_json(self) -> dict[str, Any]:
         """The documented row of `sweep --dry-run --json`."""
@@ -254,7 +259,7 @@ def _children(home: Path, experiment: str, sweep: str) -> "list[Run]":
 def _state(
     cell: Cell, known: Identity, children: "list[Run]", home: Path, *, ignore_code: bool
 ) -> tuple[str, str, str | None]:
-    """(state, why, the finished run or the one to go on with). A failed trial starts again in a new run."""
+    """(state, why, the finished run or the one to go on with). A failed trial starts again in a run of its own."""
     same = [run for run in children if tag(run, "hash") == known.trial]
     finished = [run for run in same if run.info.status == "FINISHED" and tag(run, "outcome") == "completed"]
     if finished:
@@ -262,9 +267,10 @@ def _state(
     if same:
         run = same[0]
         how = tag(run, "outcome") or "lost"
-        checkpoint = newest_checkpoint(trial_folder(home, run.info.run_id))
-        if checkpoint is not None and how in ("interrupted", "cancelled", "lost"):
-            return "resume", f"{how}; goes on from {checkpoint.name}", run.info.run_id
+        if how in GOES_ON:
+            checkpoint = newest_checkpoint(trial_folder(home, run.info.run_id))
+            where = f"goes on from {checkpoint.name}" if checkpoint else "starts again from step 0"
+            return "resume", f"{how}; {where}", run.info.run_id
         return "failed", f"{how}: {tag(run, 'reason')}".rstrip(": "), None
     other = [
         run

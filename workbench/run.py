@@ -1,6 +1,7 @@
 """Trains one config into one MLflow run that exists already, and says how it ended."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -21,6 +22,7 @@ from modules.language_model import LanguageModel, NonFiniteLossError
 from modules.precision import cpu_has_bfloat16_products, precision_plugin
 from workbench import build, environment
 from workbench.callbacks import StepMetrics
+from workbench.checkpoint_files import WholeCheckpoints, remove_leftovers
 from workbench.checkpoints import check_checkpoint, checkpoint_step
 from workbench.config import RunConfig, flatten, to_dict
 from workbench.errors import UserError
@@ -74,6 +76,7 @@ def train(
     folder: Path,
     status_file: Path | None = None,
     progress: Progress | None = None,
+    at_once: int = 1,
 ) -> Outcome:
     """Trains to the end, or to whatever stops it; never raises for what happens in between.
 
@@ -84,6 +87,7 @@ def train(
         folder: the run's own folder, for checkpoints.
         status_file: kept up to date for a launcher to read.
         progress: a bar to move.
+        at_once: trials that share the machine, this one included.
     """
     trainer: lightning.Trainer | None = None
     try:
@@ -91,8 +95,9 @@ def train(
         logger = None
         if tracker is not None:
             _announce(prepared.resolved)
-            _record_start(tracker, run_id, prepared)
+            _record_start(tracker, run_id, prepared, at_once)
             logger = RunLogger(tracker.client, run_id, folder)
+            remove_leftovers(folder)
         trainer = _trainer(prepared, folder, logger, status_file=status_file, progress=progress)
         started = time.monotonic()
         _fit(trainer, prepared)
@@ -103,11 +108,12 @@ def train(
         return _stopped(error, trainer)
     except BaseException as error:
         traceback.print_exc()
+        step = trainer.global_step if trainer else 0
         return Outcome(
-            name=classify(error),
+            name=classify(error, step=step),
             reason=f"{type(error).__name__}: {error}",
             traceback=traceback.format_exc(),
-            step=trainer.global_step if trainer else 0,
+            step=step,
         )
     if trainer.global_step < prepared.resolved.config.trainer.max_steps:
         return _stopped(SIGTERMException(), trainer)  # Lightning's fit returns normally after SIGTERM
@@ -119,12 +125,30 @@ def train(
     )
 
 
-def classify(error: BaseException) -> str:
-    """The outcome that an exception stands for."""
+HARDWARE = re.compile(
+    r"\bECC\b|NCCL (error|failure)|ncclSystemError|ncclInternalError|device-side assert|CUDA error: (?!out of memory)|"
+    r"uncorrectable|unspecified launch failure|illegal memory access|GPU has fallen off the bus"
+)
+
+
+def classify(error: BaseException, *, step: int) -> str:
+    """The outcome that an exception stands for.
+
+    Args:
+        error: what ended the training.
+        step: optimizer steps done before.
+    """
+    text = str(error)
     if isinstance(error, NonFiniteLossError):
         return "diverged"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in text.lower():
         return "oom"
+    if "can't allocate memory" in text:  # of torch's allocator on the CPU
+        return "oom"
+    if isinstance(error, RuntimeError) and HARDWARE.search(text):
+        return "hardware"
+    if step == 0 and isinstance(error, ImportError | ValueError):
+        return "config"
     return "crash"
 
 
@@ -175,7 +199,7 @@ def _trainer(
         devices=config.devices,
         strategy="ddp" if config.devices > 1 else "auto",
         precision=None if plugin else config.precision,
-        plugins=[plugin] if plugin else None,
+        plugins=[WholeCheckpoints(), *([plugin] if plugin else [])],
         max_steps=config.max_steps,
         max_epochs=-1,
         accumulate_grad_batches=config.accumulate,
@@ -230,7 +254,7 @@ def _announce(resolved: build.Resolved) -> None:
         )
 
 
-def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
+def _record_start(tracker: Tracker, run_id: str, prepared: Prepared, at_once: int) -> None:
     """Params, config, environment, dataset: all that is known before the first step."""
     resolved = prepared.resolved
     config = to_dict(resolved.config)
@@ -249,7 +273,7 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
             "kernel": resolved.kernel,
             "device": resolved.device_type,
             "compile": str(resolved.config.trainer.compile).lower(),
-            "device_name": _speed_device(surroundings),
+            "device_name": _speed_device(surroundings, at_once),
             "host": surroundings["host"],
             "pid": str(os.getpid()),
         },
@@ -263,7 +287,11 @@ def _record_start(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     )
 
 
-def _speed_device(surroundings: dict[str, Any]) -> str:
-    """What a speed belongs to: the device, and on a CPU how many threads it used."""
-    name = str(surroundings["device_name"])
-    return f"{name}, {surroundings['threads']} threads" if surroundings["device"] == "cpu" else name
+def _speed_device(surroundings: dict[str, Any], at_once: int) -> str:
+    """What a speed belongs to: the device, on a CPU how many threads it used, and who shared the machine."""
+    parts = [str(surroundings["device_name"])]
+    if surroundings["device"] == "cpu":
+        parts.append(f"{surroundings['threads']} threads")
+        if at_once > 1:
+            parts.append(f"{at_once} trials at once")
+    return ", ".join(parts)

@@ -1,10 +1,13 @@
 """A sweep's progress on the terminal: a live table, or plain lines where the output is no terminal."""
 
+import time
 from collections import Counter
+from datetime import timedelta
 from types import TracebackType
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from workbench.outcome import Outcome, Status
@@ -22,6 +25,9 @@ class SweepTable:
         self.trials = plan.trials
         self._states = {id(trial): "waiting" if trial.to_do else "done" for trial in plan.trials}
         self._status: dict[int, Status] = {}
+        self._attempts: dict[int, int] = {}
+        self._first: dict[int, tuple[float, int]] = {}
+        """When which step was first seen in this attempt."""
         self._live = (
             Live(self._render(), console=self.console, refresh_per_second=4) if self.console.is_terminal else None
         )
@@ -38,21 +44,28 @@ class SweepTable:
             self._live.update(self._render())
             self._live.stop()
 
-    def running(self, trial: Trial, status: Status | None) -> None:
-        """Shows where the running trial stands."""
-        if self._live is None and self._states[id(trial)] == "waiting":
-            self.console.print(f"  running    {trial.cell.label}", highlight=False)
-        self._states[id(trial)] = "running"
-        if status is not None:
+    def running(self, trial: Trial, status: Status | None, *, attempts: int) -> None:
+        """Shows where the running trial stands, in which attempt."""
+        if self._live is None and self._states[id(trial)] != "running":
+            again = f" (attempt {attempts})" if attempts > 1 else ""
+            self.console.print(f"  running    {trial.cell.label}{again}", highlight=False)
+        self._states[id(trial)], self._attempts[id(trial)] = "running", attempts
+        if status is None:
+            self._first.pop(id(trial), None)
+        else:
             self._status[id(trial)] = status
+            if status.step:
+                self._first.setdefault(id(trial), (time.monotonic(), status.step))
         if self._live:
             self._live.update(self._render())
 
-    def ended(self, trial: Trial, outcome: Outcome) -> None:
+    def ended(self, trial: Trial, outcome: Outcome, *, again: bool) -> None:
         """Shows how a trial ended; a failure's reason stays above the table."""
         self._states[id(trial)] = outcome.name
         if outcome.name != "completed":
-            self.console.print(f"[red]{outcome.name}[/red]  {trial.cell.label}: {outcome.reason}", highlight=False)
+            then = ". Tries again." if again else ""
+            line = f"[red]{outcome.name}[/red]  {escape(f'{trial.cell.label}: {outcome.reason}')}{then}"
+            self.console.print(line, highlight=False)
         elif self._live is None:
             self.console.print(f"  completed  {trial.cell.label}", highlight=False)
 
@@ -60,8 +73,11 @@ class SweepTable:
         table = Table(box=None, padding=(0, 2, 0, 0))
         for heading, side in (("trial", "left"), ("state", "left"), ("step", "right")):
             table.add_column(heading, justify=side, no_wrap=True)  # type: ignore[arg-type]
-        for heading in ("train/loss", "val/loss", "tokens/s"):
+        for heading in ("train/loss", "val/loss", "tokens/s", "left"):
             table.add_column(heading, justify="right", no_wrap=True)
+        with_attempts = any(count > 1 for count in self._attempts.values())
+        if with_attempts:
+            table.add_column("attempt", justify="right", no_wrap=True)
         for trial in self.trials:
             state, status = self._states[id(trial)], self._status.get(id(trial))
             table.add_row(
@@ -71,8 +87,18 @@ class SweepTable:
                 _number(status.loss if status else None, "{:.3f}"),
                 _number(status.validation_loss if status else None, "{:.3f}"),
                 _number(status.tokens_per_second if status else None, "{:,.0f}"),
+                self._time_left(trial) if state == "running" else "",
+                *([str(self._attempts.get(id(trial), ""))] if with_attempts else []),
             )
         return table
+
+    def _time_left(self, trial: Trial) -> str:
+        """From the steps seen in this attempt: '3:05', or the empty string while there are too few."""
+        status, (when, step) = self._status.get(id(trial)), self._first.get(id(trial), (0.0, 0))
+        if status is None or status.step <= step:
+            return ""
+        seconds = (time.monotonic() - when) / (status.step - step) * (status.max_steps - status.step)
+        return str(timedelta(seconds=round(seconds))).removeprefix("0:")
 
 
 def print_plan(plan: Plan) -> None:

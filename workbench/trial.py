@@ -44,7 +44,15 @@ class TrialSpec:
     """Whether to go on from the newest checkpoint in the folder, if there is one."""
     code_version: str
     """The launcher's, which is part of the trial's identity."""
+    start_folder: str
+    """Where relative paths of the config begin; the trial itself works in its own folder."""
     processes: int = 1
+    threads: int | None = None
+    """Of each process on the CPU; None: torch's own choice."""
+    visible_gpus: str | None = None
+    """CUDA_VISIBLE_DEVICES; None: as the launcher's."""
+    at_once: int = 1
+    """Trials that share the machine, this one included: what its speed belongs to."""
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; loads back equal with TrialSpec(**...)."""
@@ -73,8 +81,16 @@ def run_trial(spec_file: str) -> int:
     """Trains what the spec says; the exit code."""
     spec = TrialSpec(**json.loads(Path(spec_file).read_text(encoding="utf-8")))
     _end_with(spec.launcher_pid)
-    from workbench.run import prepare, train
+    os.chdir(spec.start_folder)
+    if spec.visible_gpus is not None:  # before CUDA starts in this process
+        os.environ["CUDA_VISIBLE_DEVICES"] = spec.visible_gpus
+    import torch
+
+    from workbench.run import Prepared, prepare, train
     from workbench.tracking import Tracker
+
+    if spec.threads is not None:
+        torch.set_num_threads(spec.threads)
 
     if code_version() != spec.code_version:
         reason = "the code changed while the sweep ran. Run the sweep again."
@@ -83,12 +99,20 @@ def run_trial(spec_file: str) -> int:
     config, home, folder = spec.run_config, Path(spec.home), Path(spec.folder)
     is_first_rank = int(os.environ.get("LOCAL_RANK", "0")) == 0
     checkpoint = newest_checkpoint(folder) if spec.resume else None
+
+    def prepare_here() -> Prepared:
+        prepared = prepare(config, home=home, checkpoint=checkpoint)
+        if spec.processes == 1:  # other ranks are started from here, and find our packages as this one did
+            os.chdir(folder)  # what a library leaves in the current folder stays with the trial
+        return prepared
+
     outcome = train(
-        lambda: prepare(config, home=home, checkpoint=checkpoint),
+        prepare_here,
         tracker=Tracker(home, config.tracking.experiment) if is_first_rank else None,
         run_id=spec.run_id,
         folder=folder,
         status_file=folder / "status.json" if is_first_rank else None,
+        at_once=spec.at_once,
     )
     if is_first_rank:
         write_json(folder / "outcome.json", asdict(outcome))

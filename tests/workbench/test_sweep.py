@@ -268,18 +268,68 @@ def test_a_killed_sweep_goes_on_where_it_was(home, grid, start):
     assert untouched.info.end_time == finished.info.end_time
 
 
-def test_a_killed_trial_is_lost_and_the_others_go_on(home, grid, start):
-    file = grid(grid={"data.context_length": [32, 64]}, set=LONG)
+@pytest.mark.parametrize("retries", [0, 3])
+def test_a_killed_trial_is_lost_or_goes_on(home, grid, start, retries):
+    """Its run goes on in place where limits.retries lets it, with every point once; the other trial runs either way."""
+    limits = {"retries": {"lost": retries}}
+    file = grid(grid={"data.context_length": [32, 64]}, set=LONG, limits=limits)
     sweep = start("sweep", str(file), home=home)
     folder = wait_for(lambda: running_step(home, 20))
     client, _, _ = runs_of(home)
     os.kill(int(tag(client.get_run(folder.name), "pid")), signal.SIGKILL)
     out, _ = sweep.communicate(timeout=120)
-    assert sweep.returncode == 1, out
+    assert sweep.returncode == (0 if retries else 1), out
     _, _, children = runs_of(home)
-    outcomes = {run.info.run_id: (run.info.status, tag(run, "outcome")) for run in children}
-    assert outcomes.pop(folder.name) == ("KILLED", "lost")
-    assert list(outcomes.values()) == [("FINISHED", "completed")]
+    assert len(children) == 2
+    outcomes = {run.info.run_id: (run.info.status, tag(run, "outcome"), tag(run, "attempt")) for run in children}
+    hit = outcomes.pop(folder.name)
+    assert list(outcomes.values()) == [("FINISHED", "completed", "1")]
+    assert hit == (("FINISHED", "completed", "2") if retries else ("KILLED", "lost", "1"))
+    if retries:
+        points = history(client, client.get_run(folder.name), "train/loss")
+        assert [step for step, _ in points] == list(range(1, 201))
+
+
+def test_trials_share_the_machine_by_slots(home, grid, capsys):
+    """Two at once where each takes one of two cores: their times overlap, and their speed says so."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine has one core")
+    cores = len(os.sched_getaffinity(0)) // 2
+    file = grid(grid={"data.context_length": [32, 64]}, set={"trainer.max_steps": 60}, resources={"cpus": cores})
+    assert main(["sweep", str(file)]) == 0
+    _, _, (one, other) = runs_of(home)
+    assert one.info.start_time < other.info.end_time and other.info.start_time < one.info.end_time
+    assert tag(one, "device_name").endswith("2 trials at once") and f"{cores} threads" in tag(one, "device_name")
+    capsys.readouterr()
+    file = grid(grid={"data.context_length": [16]}, resources={"cpus": 10_000})
+    assert main(["sweep", str(file)]) == 2
+    assert "resources.cpus=10000" in capsys.readouterr().err
+
+
+def test_a_trial_beyond_its_time_is_stopped(home, grid, capsys):
+    file = grid(
+        grid={"trainer.max_steps": [1_000_000, 2]}, limits={"timeout": "12s", "retries": {"lost": 0}},
+        resources={"cpus": len(os.sched_getaffinity(0))},
+    )  # fmt: skip
+    assert main(["sweep", str(file), "--json"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["cell"]["trainer.max_steps"], row["outcome"]) for row in rows] == [
+        (2, "completed"), (1_000_000, "timeout"),
+    ]  # fmt: skip
+    _, _, children = runs_of(home)
+    (late,) = [run for run in children if tag(run, "outcome") == "timeout"]
+    assert late.info.status == "KILLED" and "12 s" in tag(late, "reason")
+
+
+def test_a_crash_is_tried_again_as_often_as_limits_say(home, grid, capsys):
+    """diverged is a result: tried again only where the file says so, in runs that take each other's place."""
+    broken = {"optimizer.learning_rate": [1e30]}
+    file = grid(grid=broken, set={"optimizer.gradient_clip_norm": None}, limits={"retries": {"diverged": 1}})
+    assert main(["sweep", str(file), "--json"]) == 1
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["outcome"], row["seeds"]) == ("diverged", [0])
+    _, _, children = runs_of(home)
+    assert sorted(bool(tag(run, "superseded_by")) for run in children) == [False, True]
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
