@@ -46,7 +46,7 @@ def training_memory(
     weight, compute = WEIGHT_BYTES.get(precision, 4), COMPUTE_BYTES.get(precision, 4)
     parameters = parameter_count(config)
     state = max(weight, 4) if has_master_weights else weight
-    copies = compute * parameters if precision.endswith("mixed") else 0  # autocast keeps its casts for the backward pass
+    copies = compute * parameters if precision.endswith("mixed") else 0  # autocast keeps its casts
     per_layer = _layer_bytes(config, compute)
     ends = tokens * config.width * (3 * compute + (4 if compute < 4 else 0))  # embedding, last norm
     chunk = min(tokens, default_chunk_tokens(config.vocabulary_size)) * config.vocabulary_size
